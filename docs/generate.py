@@ -1,0 +1,27 @@
+"""Writes docs/reference/*.md from the code: `make docs`. A house test compares the files with what this makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from docklands.config.reference import render_config_markdown, render_errors_markdown
+from docklands.obs.reference import render_metrics_markdown
+
+PAGES = {
+    "config.md": render_config_markdown,
+    "errors.md": render_errors_markdown,
+    "metrics.md": render_metrics_markdown,
+}
+
+
+def main() -> None:
+    """Write every page."""
+    folder = Path(__file__).parent / "reference"
+    folder.mkdir(exist_ok=True)
+    for name, render in PAGES.items():
+        (folder / name).write_text(render(), encoding="utf-8")
+        print(folder.name, name)
+
+
+if __name__ == "__main__":
+    main()

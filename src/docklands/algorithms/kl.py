@@ -1,0 +1,67 @@
+"""KL divergence from the policy to the reference, estimated from sampled tokens: values, gradients, controller.
+
+With d = log pi(x) - log pi_ref(x) for x sampled from pi (Schulman 2020, "Approximating KL Divergence"):
+
+    k1 = d                     unbiased, high variance, may be negative
+    k2 = d^2 / 2               biased, low variance
+    k3 = exp(-d) - 1 + d       unbiased, low variance, never negative
+
+As a *value* (a penalty in the reward) each is what it says. As a *loss* the gradient is what matters, and the gradient
+of an expectation under pi is not the expectation of the gradient:
+
+    grad KL(pi || pi_ref) = E[d grad log pi]
+    E[grad k1] = E[grad log pi] = 0                    differentiating k1 regularises nothing
+    E[grad k2] = E[d grad log pi]                      right
+    E[grad k3] = E[(1 - exp(-d)) grad log pi]          the gradient of KL(pi_ref || pi), another divergence
+
+So the loss shows the chosen estimator's value and takes k2's gradient (straight through) for all three. For k3 that is
+also what differentiating ratio x k3 at ratio 1 gives. The GRPO paper (arXiv 2402.03300, eq. 4) differentiates k3
+itself; near the reference, where exp(-d) = 1 - d, the two agree to first order.
+As everywhere in this field the sum runs over per-token terms: a token's effect on later tokens' KL is left out.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from docklands.algorithms.functional import MAX_LOG_RATIO
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl_value(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: Estimator) -> Tensor:
+    """Estimate per token, [T]; differentiable as written, so use `kl_loss` where the gradient matters."""
+    d_T = (logprobs_T - ref_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "k1":
+        return d_T
+    if estimator == "k2":
+        return 0.5 * d_T.square()
+    return (-d_T).expm1() + d_T
+
+
+def kl_loss(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: Estimator) -> Tensor:
+    """Per-token term [T] with the value of `estimator` and the gradient d grad log pi of KL(pi || pi_ref)."""
+    d_T = (logprobs_T - ref_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    gradient_T = d_T.detach() * logprobs_T
+    return kl_value(logprobs_T, ref_logprobs_T, estimator).detach() + (gradient_T - gradient_T.detach())
+
+
+class KLController:
+    """The coefficient: fixed, or steered towards a target KL (Ziegler et al. 2019, arXiv 1909.08593).
+
+    target   nats per trained token that the penalty should hold; 0: the coefficient stays as it is
+    horizon  samples over which the coefficient may change by its own size
+    """
+
+    def __init__(self, coef: float, target: float = 0.0, horizon: int = 10000) -> None:
+        self.coef = coef
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, samples: int) -> None:
+        """`kl`: mean nats per token just measured over `samples`. The proportional error is held within 0.2."""
+        if self.target:
+            error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+            self.coef *= 1.0 + error * samples / self.horizon

@@ -1,0 +1,1 @@
+"""Configuration: schema (pydantic), loading with value sources, no torch."""

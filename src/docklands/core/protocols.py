@@ -1,0 +1,190 @@
+"""What the parts promise each other. Engines, roles and docks come in several kinds; the loop sees only these.
+
+Legend: B samples, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from docklands.core.fields import Field
+from docklands.core.stage import Learner, Stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from docklands.core.batch import Batch, Jagged
+
+
+# --- sample flow -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Leased rows: ids and metadata, no tensor. What travels through the driver.
+
+    row_ids, group_ids  int64 [B], in deterministic order (by admission, then sample index)
+    lengths             int64 [B]: tokens of TOKEN_IDS, 0 before rollout
+    places              warehouse of each row, int32 [B]
+    lease               id that acknowledges or returns them; 0: not leased
+    """
+
+    row_ids: np.ndarray
+    group_ids: np.ndarray
+    lengths: np.ndarray
+    places: np.ndarray
+    stage: str = ""
+    lease: int = 0
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    def select(self, index: np.ndarray) -> Rows:
+        """Rows by position; they stay under the same lease."""
+        return Rows(
+            self.row_ids[index], self.group_ids[index], self.lengths[index], self.places[index], self.stage, self.lease
+        )
+
+    def minibatches(self, samples: int) -> list[Rows]:
+        """Consecutive pieces of at most `samples` rows."""
+        return [self.select(np.arange(i, min(i + samples, len(self)))) for i in range(0, len(self), samples)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a worker reports of a stage run: ids and numbers, no tensor."""
+
+    dropped: Mapping[int, str] = field(default_factory=dict)
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+class DockClient(Protocol):
+    """What a worker sees of the dock: bytes in and out."""
+
+    async def fetch(self, rows: Rows, fields: Sequence[Field[Any]]) -> Batch: ...
+
+    async def put(self, batch: Batch) -> None: ...
+
+
+class Dock(DockClient, Protocol):
+    """The whole dock, as the loop sees it."""
+
+    async def slot(self) -> bool: ...
+
+    async def admit(self, batch: Batch) -> None: ...
+
+    async def take(self, stage: Stage, *, groups: int | None = None) -> Rows: ...
+
+    def stream(self, stage: Stage) -> AsyncIterator[Rows]: ...
+
+    async def finish(self, rows: Rows, outcome: Outcome) -> None: ...
+
+    async def drop(self, rows: Rows, reason: str) -> None: ...
+
+    async def retire(self, rows: Rows) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Role(Protocol):
+    """A handle on a worker group."""
+
+    def lease(self) -> AbstractAsyncContextManager[None]: ...
+
+    async def run(self, stage: Stage, rows: Rows) -> Outcome: ...
+
+    async def update(self, learner: Learner, rows: Rows) -> Mapping[str, tuple[float, float]]: ...
+
+
+# --- generation ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample to generate. Requests with equal `prompt` share one prefill.
+
+    seed  64-bit key of this sample's random stream; position p of the response draws from hash(seed, p)
+    """
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    request_id: int = 0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One finished sample; the three sequences are of equal length.
+
+    logprobs  log p of each sampled token under softmax(logits / temperature), before top-k/top-p truncation
+    versions  weight version that produced each token
+    finish    FINISH_STOP (a stop id, kept as the last token), FINISH_LENGTH, FINISH_ABORT
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    finish: int
+    request_id: int = 0
+
+
+class RolloutEngine(Protocol):
+    """Generates with one set of weights at a time."""
+
+    version: int
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]: ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+# --- training --------------------------------------------------------------------------------------------------
+
+
+class TrainEngine(Protocol):
+    """Four verbs: forward (logprobs, values), forward_backward, optim_step, save/load (state_dict, load_state_dict)."""
+
+    version: int
+
+    def logprobs(self, batch: Batch) -> Jagged: ...
+
+    def values(self, batch: Batch) -> Jagged: ...
+
+    def forward_backward(self, batch: Batch, learner: Learner) -> Mapping[str, tuple[float, float]]: ...
+
+    def optim_step(self) -> Mapping[str, tuple[float, float]]: ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class WeightSync(Protocol):
+    """Closes the loop: every generator holds `version` when this returns."""
+
+    async def publish(self, version: int) -> None: ...

@@ -1,0 +1,39 @@
+"""Demonstrations for supervised fine-tuning: the resource of the `demonstrate` stage."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from docklands.core.batch import Batch, Jagged
+from docklands.core.fields import LOSS_MASK, PROMPT, PROMPT_ID, PROMPT_TOKENS, TOKEN_IDS
+from docklands.data.rows import render_response
+from docklands.data.tokenizer import Tokenizer
+from docklands.errors import DataError
+
+
+class Demonstrator:
+    """Appends each row's demonstrated response; its model turns, closed by end-of-sequence, train.
+
+    max_response_tokens  a longer response is a DataError: cutting it would teach an answer without its end
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_response_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._most = max_response_tokens
+
+    def demonstrate(self, batch: Batch) -> Batch:
+        """PROMPT_TOKENS, PROMPT -> TOKEN_IDS, LOSS_MASK."""
+        prompts: Jagged = batch[PROMPT_TOKENS]
+        tokens, masks = [], []
+        for i, row in enumerate(batch[PROMPT]):
+            where = f"prompt {int(batch[PROMPT_ID][i])}"
+            response, trained = render_response(row, self._tokenizer, where)
+            if len(response) > self._most:
+                raise DataError(
+                    f"{where}: the response has {len(response)} tokens, the limit is {self._most}",
+                    "raise rollout.max_response_tokens",
+                )
+            prompt = prompts[i].numpy()
+            tokens.append(np.concatenate([prompt, np.asarray(response, np.int32)]))
+            masks.append(np.concatenate([np.zeros(len(prompt), bool), np.asarray(trained, bool)]))
+        return Batch(batch.row_ids, {TOKEN_IDS: tokens, LOSS_MASK: masks})

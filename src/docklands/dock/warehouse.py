@@ -1,0 +1,263 @@
+"""A warehouse: the bytes. (row, column) -> un-padded array, kept in the chunks in which they were put.
+
+It knows which controllers read a column, and says whom to tell of a write; it knows no stage's progress. Nothing is
+copied on the way in or out where that can be helped: a chunk is the producer's own tensor, and reading rows that lie
+side by side in one chunk gives a view. Batches are immutable by contract, on both sides.
+
+Legend: B rows, T tokens of all rows packed end to end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from docklands.core.batch import Batch, Column, Jagged, offsets_of, torch_dtype
+from docklands.core.fields import Field
+from docklands.dock.messages import Notice
+from docklands.dock.table import RowTable
+from docklands.errors import DockError
+
+UNKNOWN_LENGTH = -1
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Part of one column as it was put; freed when its last row is.
+
+    sizes  bytes of each of its rows, int64 [rows]
+    """
+
+    column: Column
+    sizes: np.ndarray
+    nbytes: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Write:
+    """A column's rows that a put would add: positions in the batch, and what they weigh."""
+
+    field: Field[Any]
+    column: Column
+    positions: np.ndarray
+    sizes: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.sizes.sum())
+
+
+class Warehouse:
+    """The bytes of some rows.
+
+    readers   column name -> stages to tell when it is written
+    capacity  bytes; 0: unbounded
+    """
+
+    def __init__(
+        self, place: int, fields: Sequence[Field[Any]], readers: Mapping[str, Sequence[str]], capacity: int = 0
+    ) -> None:
+        self.place = place
+        self.capacity = capacity
+        self.nbytes = 0
+        self.ignored = 0
+        self._readers = {name: tuple(stages) for name, stages in readers.items()}
+        self._fields = {field.name: field for field in fields}
+        cells = {f"{name}.{what}": np.int64 for name in self._fields for what in ("chunk", "at")}
+        self._rows = RowTable(length=np.int64, **cells)
+        self._chunks: dict[int, Chunk] = {}
+        self._last_chunk = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    # --- writing -----------------------------------------------------------------------------------------------
+
+    def add(self, row_ids: np.ndarray) -> None:
+        """Make place for new rows, without a column yet."""
+        self._rows["length"][self._rows.add(row_ids)] = UNKNOWN_LENGTH
+
+    def plan(self, batch: Batch) -> list[Write]:
+        """What a put of `batch` would add: cells that are already there are left out (the first write wins).
+
+        Rows that are not here yet are planned as new ones.
+
+        Raises DockError when a token column has another length than the row's token columns that are here.
+        """
+        slots = self._rows.find(batch.row_ids)
+        writes = []
+        for field in batch.fields:
+            fresh = np.nonzero((slots < 0) | (self._rows[f"{field.name}.chunk"][slots] == 0))[0]
+            if not len(fresh):
+                continue
+            column = batch[field] if len(fresh) == len(batch) else batch.select(fresh)[field]
+            self._check_lengths(field, column, slots[fresh])
+            column = settled(column)
+            writes.append(Write(field, column, fresh, sizes_of(field, column)))
+        return writes
+
+    def has_room(self, nbytes: int) -> bool:
+        """`nbytes` more fit. DockError when they would not fit into an empty warehouse."""
+        if self.capacity and nbytes > self.capacity:
+            raise DockError(
+                f"one put of {nbytes} bytes is larger than warehouse {self.place}, which holds {self.capacity} bytes",
+                "raise dock.capacity_mib or put fewer rows at once",
+            )
+        return not self.capacity or self.nbytes + nbytes <= self.capacity
+
+    def write(self, batch: Batch, writes: Sequence[Write]) -> list[Notice]:
+        """Store what `plan` said, and say which controllers are to be told."""
+        slots = self._rows.find(batch.row_ids)
+        self.ignored += len(batch.fields) * len(batch) - sum(len(write.positions) for write in writes)
+        for write in writes:
+            at = slots[write.positions]
+            if write.field.is_token and isinstance(write.column, Jagged):
+                self._rows["length"][at] = write.column.lengths
+            self._last_chunk += 1
+            self._chunks[self._last_chunk] = Chunk(write.column, write.sizes, write.nbytes, len(at))
+            self._rows[f"{write.field.name}.chunk"][at] = self._last_chunk
+            self._rows[f"{write.field.name}.at"][at] = np.arange(len(at))
+            self.nbytes += write.nbytes
+        return self._notices(batch.row_ids, slots, writes)
+
+    def free(self, row_ids: np.ndarray) -> None:
+        """Rows are gone; a chunk goes with its last row."""
+        slots = self._rows.present(row_ids)
+        for name in self._fields:
+            chunks, counts = np.unique(self._rows[f"{name}.chunk"][slots], return_counts=True)
+            for number, count in zip(chunks.tolist(), counts.tolist()):
+                if not number:
+                    continue
+                chunk = self._chunks[number]
+                chunk.rows -= count
+                if not chunk.rows:
+                    self.nbytes -= chunk.nbytes
+                    del self._chunks[number]
+        self._rows.remove(slots)
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    def absent(self, row_ids: np.ndarray, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """column -> those of the rows (which must be here) that lack it."""
+        slots = self._rows.find(row_ids)
+        lacking = {name: row_ids[self._rows[f"{name}.chunk"][slots] == 0] for name in names}
+        return {name: rows for name, rows in lacking.items() if len(rows)}
+
+    def get(self, row_ids: np.ndarray, fields: Sequence[Field[Any]]) -> tuple[Batch, int]:
+        """Columns of rows, in the order of `row_ids`, and their bytes. All must be there (see `absent`)."""
+        slots = self._rows.find(row_ids)
+        columns, nbytes = {}, 0
+        for field in fields:
+            columns[field], size = self._gather(field, slots)
+            nbytes += size
+        return Batch(row_ids, columns), nbytes
+
+    def inventory(self) -> dict[str, np.ndarray]:
+        """column -> ids of the rows that have it."""
+        slots = self._rows.slots
+        ids = self._rows["row_id"][slots]
+        return {name: ids[self._rows[f"{name}.chunk"][slots] != 0] for name in self._fields}
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _check_lengths(self, field: Field[Any], column: Column, slots: np.ndarray) -> None:
+        if not field.is_token or not isinstance(column, Jagged):
+            return
+        known = np.where(slots < 0, UNKNOWN_LENGTH, self._rows["length"][slots])
+        wrong = np.nonzero((known != UNKNOWN_LENGTH) & (known != column.lengths))[0]
+        if len(wrong):
+            i = int(wrong[0])
+            raise DockError(
+                f"column {field.name} has {column.lengths[i]} tokens in row {self._rows['row_id'][slots[i]]}, "
+                f"token_ids has {known[i]}",
+                "every token column has the length of token_ids",
+            )
+
+    def _notices(self, row_ids: np.ndarray, slots: np.ndarray, writes: Sequence[Write]) -> list[Notice]:
+        """One notice per controller and set of rows, coalesced over columns."""
+        found: dict[tuple[str, bytes], tuple[np.ndarray, list[str]]] = {}
+        for write in writes:
+            for stage in self._readers.get(write.field.name, ()):
+                key = (stage, write.positions.tobytes())
+                found.setdefault(key, (write.positions, []))[1].append(write.field.name)
+        lengths = np.maximum(self._rows["length"][slots], 0)
+        return [Notice(key[0], row_ids[at], tuple(names), lengths[at]) for key, (at, names) in found.items()]
+
+    def _gather(self, field: Field[Any], slots: np.ndarray) -> tuple[Column, int]:
+        """Runs of rows that lie side by side in a chunk are views; more than one run is joined by a copy."""
+        if not len(slots):
+            return empty(field), 0
+        numbers, at = self._rows[f"{field.name}.chunk"][slots], self._rows[f"{field.name}.at"][slots]
+        breaks = np.nonzero((np.diff(numbers) != 0) | (np.diff(at) != 1))[0] + 1
+        pieces, nbytes = [], 0
+        for start, stop in zip([0, *breaks.tolist()], [*breaks.tolist(), len(slots)]):
+            chunk, first = self._chunks[int(numbers[start])], int(at[start])
+            pieces.append(piece(chunk.column, first, first + stop - start))
+            nbytes += int(chunk.sizes[first : first + stop - start].sum())
+        return (pieces[0] if len(pieces) == 1 else join(pieces)), nbytes
+
+
+def settled(column: Column) -> Column:
+    """A column fit to be kept: in host memory, without a graph, and not holding on to a larger tensor's storage."""
+    if isinstance(column, Jagged):
+        return Jagged(keep(column.values), column.offsets)
+    return keep(column) if isinstance(column, Tensor) else column
+
+
+def keep(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().cpu()
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole and tensor.is_contiguous() else tensor.contiguous().clone()
+
+
+def sizes_of(field: Field[Any], column: Column) -> np.ndarray:
+    """Bytes of each row, int64 [B]: its values, and 8 for a ragged row's offset. JSON weighs its text."""
+    if isinstance(column, Jagged):
+        inner = int(np.prod(column.values.shape[1:], dtype=np.int64))
+        return column.lengths * (inner * column.values.element_size()) + 8
+    if isinstance(column, Tensor):
+        inner = int(np.prod(column.shape[1:], dtype=np.int64))
+        return np.full(len(column), inner * column.element_size(), np.int64)
+    texts: dict[int, int] = {}
+    for value in column:
+        if id(value) not in texts:
+            try:
+                texts[id(value)] = len(json.dumps(value))
+            except (TypeError, ValueError) as error:
+                raise DockError(f"column {field.name}: a value is not JSON: {error}") from None
+    return np.array([texts[id(value)] for value in column], np.int64)
+
+
+def piece(column: Column, start: int, stop: int) -> Column:
+    """Rows start..stop of a chunk, as a view."""
+    if isinstance(column, Jagged):
+        if start == 0 and stop == len(column):
+            return column
+        first, last = int(column.offsets[start]), int(column.offsets[stop])
+        return Jagged(column.values[first:last], column.offsets[start : stop + 1] - first)
+    return column[start:stop]
+
+
+def join(pieces: Sequence[Any]) -> Column:
+    """Columns of one field end to end."""
+    if isinstance(pieces[0], Jagged):
+        lengths = np.concatenate([part.lengths for part in pieces])
+        return Jagged(torch.cat([part.values for part in pieces]), offsets_of(lengths))
+    if isinstance(pieces[0], Tensor):
+        return torch.cat(list(pieces))
+    return tuple(value for part in pieces for value in part)
+
+
+def empty(field: Field[Any]) -> Column:
+    """A column of no rows."""
+    if field.is_json:
+        return ()
+    values = torch.empty((0, *field.inner_shape), dtype=torch_dtype(field))
+    return Jagged(values, offsets_of([])) if field.is_ragged else values

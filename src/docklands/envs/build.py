@@ -1,0 +1,50 @@
+"""From the config to environments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from docklands.config.schema import EnvSection
+from docklands.envs.base import ENVS, GuardedEnv
+from docklands.errors import ConfigError
+
+
+def build_env_factory(section: EnvSection, deadline_s: float = 60.0) -> Callable[[], GuardedEnv] | None:
+    """A maker of fresh environments, one per episode; None for `single_turn`, which needs none.
+
+    Made once here, so that a wrong name or argument is a ConfigError at the start.
+    """
+    if section.name == "single_turn":
+        if section.max_turns != 1 or section.args:
+            raise ConfigError(
+                f"env.max_turns {section.max_turns} and env.args {section.args} mean nothing to single_turn",
+                "set env.name, e.g. calculator",
+            )
+        return None
+    kind: Any = ENVS.get(section.name)
+    if not callable(kind):
+        raise ConfigError(f"environment {section.name!r} is a {type(kind).__name__}, not a class")
+    arguments = dict(section.args)
+    if "max_turns" in inspect.signature(kind).parameters:
+        arguments.setdefault("max_turns", section.max_turns)
+
+    def make() -> GuardedEnv:
+        env: Any = kind(**arguments)
+        return GuardedEnv(env, section.name, deadline_s)
+
+    try:
+        probe: Any = kind(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"environment {section.name!r}: {error}", "env.args must fit its __init__") from error
+    if not isinstance(getattr(probe, "max_turns", None), int):
+        raise ConfigError(
+            f"environment {section.name!r} has no whole number `max_turns`", "see docklands.envs.base.Env"
+        )
+    for method in ("reset", "step"):
+        if not inspect.iscoroutinefunction(getattr(probe, method, None)):
+            raise ConfigError(
+                f"environment {section.name!r} has no `async def {method}`", "see docklands.envs.base.Env"
+            )
+    return make

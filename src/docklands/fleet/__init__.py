@@ -1,0 +1,1 @@
+"""Floor 6: processes, placement and device leases."""

@@ -1,0 +1,130 @@
+"""Roles in this process: one thread per device, handed from role to role by a lease.
+
+A device's work all runs on one thread: torch keeps one OpenMP pool per calling thread, so this keeps cores from being
+oversubscribed, and colocated roles cannot overlap by accident.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+from docklands.core.batch import Batch
+from docklands.core.protocols import DockClient, Outcome, Rows
+from docklands.core.stage import Learner, Result, Stage
+from docklands.errors import DocklandsError
+from docklands.obs.spans import span
+
+
+class Device:
+    """One device of this process: a lock that is the lease, and the thread that does the work."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lock = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run `function` on this device's thread. A cancelled caller still waits for it: no call is left behind."""
+        future = asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            raise
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+class LocalRole:
+    """A role whose resource (engine, reward, algorithm) lives in this process.
+
+    device  shared with the other colocated roles; a role off the device (rewards, advantages) has its own
+    beat    told the stage's name whenever something is done, for the watchdog
+    """
+
+    def __init__(
+        self, name: str, resource: Any, dock: DockClient, device: Device, beat: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.name = name
+        self.resource = resource
+        self.device = device
+        self._dock = dock
+        self._beat = beat
+        self._pending: list[Mapping[str, tuple[float, float]]] = []
+        self._waited = 0.0
+
+    @asynccontextmanager
+    async def lease(self) -> AsyncIterator[None]:
+        """Hold the device."""
+        began = time.perf_counter()
+        async with self.device.lock:
+            self._waited = time.perf_counter() - began
+            yield
+
+    async def run(self, stage: Stage, rows: Rows) -> Outcome:
+        """Fetch the columns that `stage` reads, compute, write back. Errors that are not ours keep their stage's name."""
+        began = time.perf_counter()
+        with span(f"stage/{stage.name}", role=self.name, rows=len(rows)):
+            batch = await self._dock.fetch(rows, stage.reads)
+            result = as_result(await self._call(stage.run, batch), batch, stage)
+            if result.batch is not None and len(result.batch):
+                await self._dock.put(result.batch)
+        self._beat(stage.name)
+        took = {f"timing_s/{stage.name}": (time.perf_counter() - began, 1.0)}
+        if self._waited:
+            took[f"timing_s/{stage.name}/wait"] = (self._waited, 1.0)
+        self._pending.append({**result.metrics, **took})
+        return Outcome(dict(result.dropped), {**result.metrics, **took})
+
+    async def update(self, learner: Learner, rows: Rows) -> Mapping[str, tuple[float, float]]:
+        """One optimizer update on `rows`."""
+        began = time.perf_counter()
+        with span(f"update/{learner.name}", role=self.name, rows=len(rows)):
+            batch = await self._dock.fetch(rows, learner.reads)
+            async with self.lease():
+                metrics = await self.device.call(self.resource.update, batch, learner)
+        self._beat(f"update/{learner.name}")
+        return {**metrics, f"timing_s/update_{learner.name}": (time.perf_counter() - began, 1.0)}
+
+    async def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Any other work on the role's device, under its lease."""
+        with span(name, role=self.name):
+            async with self.lease():
+                result = await self.device.call(function, *args)
+        self._beat(name)
+        return result
+
+    def drain(self) -> list[Mapping[str, tuple[float, float]]]:
+        """Metrics of the stage runs since the last call."""
+        pending, self._pending = self._pending, []
+        return pending
+
+    async def _call(self, function: Callable[..., Any], batch: Batch) -> Any:
+        if inspect.iscoroutinefunction(function):
+            return await function(self.resource, batch)
+        value = await self.device.call(function, self.resource, batch)
+        return await value if inspect.isawaitable(value) else value
+
+
+def as_result(value: Any, batch: Batch, stage: Stage) -> Result:
+    """Normalise what a stage function returned; a row that was neither written nor dropped is an error."""
+    if value is None:
+        return Result(dropped={int(row): stage.name for row in batch.row_ids})
+    result = Result(batch=value) if isinstance(value, Batch) else value
+    if not isinstance(result, Result):
+        raise DocklandsError(
+            f"stage {stage.name!r} returned {type(value).__name__}", "return a Batch, a Result, or None to drop all"
+        )
+    if stage.writes:
+        written = set() if result.batch is None else {int(row) for row in result.batch.row_ids}
+        lost = [int(row) for row in batch.row_ids if int(row) not in written and int(row) not in result.dropped]
+        if lost:
+            raise DocklandsError(f"stage {stage.name!r} neither wrote nor dropped rows {lost[:8]}")
+    return result

@@ -1,0 +1,78 @@
+"""Fused operations behind one dispatch: reference (CPU and oracle), cuda.py, npu.py.
+
+Legend: T packed tokens, D model (or any last dimension), F feed-forward, N heads, K kv heads, H head dim, V vocabulary.
+
+Activations decide the precision: a parameter of another dtype is cast to the activation's, inside `weights_cast_once`
+only once. Gradients come back in the parameter's own dtype.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from docklands.kernels.logprob import logprob_of_logits, sampled_logprob
+from docklands.kernels.weights import weights_cast_once
+
+__all__ = [
+    "get",
+    "linear",
+    "logprob_of_logits",
+    "packed_attention",
+    "rms_norm",
+    "rope",
+    "sampled_logprob",
+    "swiglu",
+    "swiglu_fused",
+    "weights_cast_once",
+]
+
+_BACKENDS = {"cuda": "docklands.kernels.cuda", "npu": "docklands.kernels.npu"}
+
+
+@cache
+def get(op: str, device_type: str) -> Callable[..., Any]:
+    """The implementation of `op` for a device type: the backend's own where it has one, else the reference.
+
+    KeyError for an operation that does not exist.
+    """
+    names = [_BACKENDS[device_type]] if device_type in _BACKENDS else []
+    for name in [*names, "docklands.kernels.reference", "docklands.kernels.attention"]:
+        found = getattr(importlib.import_module(name), op, None)
+        if found is not None:
+            return found
+    raise KeyError(f"no kernel {op!r}")
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; statistics in fp32 (Zhang and Sennrich 2019)."""
+    return get("rms_norm", x_TD.device.type)(x_TD, weight_D, eps)
+
+
+def rope(q_TNH: Tensor, k_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding, half-split layout: pairs are (h, h + H/2) (Su et al. 2021). cos, sin: fp32, halves repeated."""
+    return get("rope", q_TNH.device.type)(q_TNH, k_TKH, cos_TH, sin_TH)
+
+
+def swiglu(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020)."""
+    return get("swiglu", gate_TF.device.type)(gate_TF, up_TF)
+
+
+def swiglu_fused(gate_up_TF: Tensor) -> Tensor:
+    """silu(gate) * up for gate and up side by side in the last dimension: [T, 2F] -> [T, F]."""
+    return get("swiglu_fused", gate_up_TF.device.type)(gate_up_TF)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias in x's dtype; weight [out, in]."""
+    return get("linear", x.device.type)(x, weight, bias)
+
+
+def packed_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, seqlens: list[int], scale: float) -> Tensor:
+    """Causal attention inside each of the sequences packed end to end; grouped-query when K < N. -> o_TNH."""
+    return get("packed_attention", q_TNH.device.type)(q_TNH, k_TKH, v_TKH, seqlens, scale)

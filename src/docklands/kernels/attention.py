@@ -1,0 +1,59 @@
+"""Causal attention over sequences packed end to end.
+
+Legend: T packed tokens, N heads, K kv heads, H head dim, B sequences of one length, S tokens of each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from docklands.errors import TrainError
+
+
+def buckets_of(seqlens: list[int]) -> dict[int, list[int]]:
+    """Length -> start offsets of the sequences with that length; empty sequences are left out."""
+    buckets: dict[int, list[int]] = {}
+    start = 0
+    for length in seqlens:
+        if length:
+            buckets.setdefault(length, []).append(start)
+        start += length
+    return buckets
+
+
+def check_lengths(q_TNH: Tensor, seqlens: list[int]) -> None:
+    """TrainError when the lengths do not add up to the pack."""
+    if sum(seqlens) != len(q_TNH):
+        raise TrainError(f"packed attention: lengths add up to {sum(seqlens)}, the pack has {len(q_TNH)} tokens")
+
+
+def packed_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, seqlens: list[int], scale: float) -> Tensor:
+    """Causal attention inside each sequence: one SDPA call per distinct length. -> o_TNH.
+
+    A dense block mask over the whole pack costs as much as padding, so sequences of one length go together instead.
+    TrainError when the lengths do not add up to T.
+    """
+    check_lengths(q_TNH, seqlens)
+    buckets = buckets_of(seqlens)
+    if not buckets:
+        return torch.empty_like(q_TNH)
+    if len(buckets) == 1:
+        return _one_length(q_TNH, k_TKH, v_TKH, len(next(iter(buckets.values()))), scale)
+    outs, indices = [], []
+    for length, starts in buckets.items():
+        index = (torch.tensor(starts)[:, None] + torch.arange(length)).flatten().to(q_TNH.device)
+        outs.append(_one_length(q_TNH[index], k_TKH[index], v_TKH[index], len(starts), scale))
+        indices.append(index)
+    order = torch.empty(len(q_TNH), dtype=torch.long, device=q_TNH.device)
+    order[torch.cat(indices)] = torch.arange(len(q_TNH), device=q_TNH.device)
+    return torch.cat(outs)[order]
+
+
+def _one_length(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sequences: int, scale: float) -> Tensor:
+    """Attention inside `sequences` sequences of equal length."""
+    q_BNSH, k_BKSH, v_BKSH = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
+    grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
+    o_BNSH = F.scaled_dot_product_attention(q_BNSH, k_BKSH, v_BKSH, is_causal=True, scale=scale, enable_gqa=grouped)
+    return o_BNSH.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,191 @@
+"""Hugging Face directories: config.json and safetensors in, the same out, tensor by tensor.
+
+What goes where is said by the model's parameter table; every fault names the file and the tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from docklands.errors import DataError
+from docklands.models.build import ModelT, allocate
+from docklands.models.config import ModelConfig, families
+from docklands.models.hf_write import MAX_SHARD_BYTES, write_directory
+from docklands.models.model import CausalLM, ValueModel
+from docklands.models.params import ParamTable
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+VALUE_HEAD = ("score.weight", "score.bias")
+LM_HEAD = "lm_head.weight"
+
+
+def read_json(path: Path) -> Any:
+    """A parsed JSON file. DataError when it is missing or malformed."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist", "expected a Hugging Face model directory") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _config_json(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise DataError(f"model directory {path} does not exist", "a local Hugging Face directory with config.json")
+    values = read_json(path / "config.json")
+    if not isinstance(values, dict):
+        raise DataError(f"{path / 'config.json'} is not a JSON object")
+    if values.get("quantization_config"):
+        raise DataError(f"{path / 'config.json'}: quantised weights cannot be trained", "use the unquantised model")
+    return values
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The model's config from <path>/config.json. DataError or ConfigError (unknown architecture)."""
+    path = Path(path)
+    config = ModelConfig.from_hf(_config_json(path), str(path / "config.json"))
+    generation = path / "generation_config.json"
+    if not config.eos_ids and generation.is_file():  # some models name their end only there
+        eos = read_json(generation).get("eos_token_id")
+        ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
+        config = ModelConfig(**{**vars(config), "eos_ids": ids})
+    return config
+
+
+def tensor_files(path: Path) -> dict[str, Path]:
+    """Tensor name -> file of a directory, single or sharded. DataError for a missing or damaged file."""
+    index = path / INDEX
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise DataError(f"{index} has no weight_map")
+        files = {str(name): path / str(file) for name, file in weight_map.items()}
+        for file in sorted(set(files.values())):
+            have = _names_in(file)
+            lacking = sorted(name for name, where in files.items() if where == file and name not in have)
+            if lacking:
+                raise DataError(f"{file} lacks tensor {lacking[0]}, which {INDEX} says it holds")
+        return files
+    single = path / SINGLE
+    if not single.is_file() and list(path.glob("*.bin")):
+        raise DataError(f"{path} holds .bin weights only", "save the model with safe_serialization=True")
+    return dict.fromkeys(sorted(_names_in(single)), single)
+
+
+def _names_in(file: Path) -> set[str]:
+    if not file.is_file():
+        raise DataError(f"weight file {file} does not exist", f"expected {SINGLE}, or {INDEX} and every file it names")
+    try:
+        with safe_open(file, framework="pt") as handle:
+            return set(handle.keys())
+    except (SafetensorError, OSError) as error:
+        size = file.stat().st_size
+        raise DataError(
+            f"{file} ({size} bytes) is not a complete safetensors file: {error}", "copy it again"
+        ) from error
+
+
+def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor), one at a time, each file opened once."""
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as handle:
+            for name in sorted(name for name, where in files.items() if where == file):
+                yield name, handle.get_tensor(name)
+
+
+def _check_names(files: Mapping[str, Path], expected: set[str], optional: set[str], path: Path) -> None:
+    missing = sorted(expected - set(files) - optional)
+    if missing:
+        hint = "set tie_word_embeddings to true if the head is the embedding" if missing == [LM_HEAD] else ""
+        raise DataError(f"{path} lacks {len(missing)} tensors of the model, first {missing[0]}", hint)
+    extra = sorted(name for name in set(files) - expected - optional if not name.endswith("rotary_emb.inv_freq"))
+    if extra:
+        raise DataError(
+            f"{path} has {len(extra)} tensors that the model does not have, first {extra[0]} in {files[extra[0]].name}",
+            "config.json describes another architecture than the weights",
+        )
+
+
+@torch.no_grad()
+def fill(model: nn.Module, table: ParamTable, files: Mapping[str, Path], optional: set[str], path: Path) -> None:
+    """Copy every tensor of `files` into the model, converting the dtype. Names in `optional` may be absent or unused."""
+    index = table.hf_index()
+    _check_names(files, set(index), optional, path)
+    parameters = dict(model.named_parameters())
+    for name, tensor in read_tensors({name: file for name, file in files.items() if name in index}):
+        spec, shape, start = index[name]
+        if tuple(tensor.shape) != shape:
+            raise DataError(f"{files[name]}: tensor {name} has shape {tuple(tensor.shape)}, config.json says {shape}")
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
+            raise DataError(f"{files[name]}: tensor {name} is {tensor.dtype}", "quantised weights cannot be trained")
+        parameters[spec.name][start : start + shape[0]].copy_(tensor)
+
+
+def load(path: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> CausalLM:
+    """The language model of a Hugging Face directory, weights converted to `dtype`. Raises DataError, ConfigError."""
+    optional = {LM_HEAD} if read_config(path).tie_embeddings else set()
+    return _load(CausalLM, Path(path), dtype, device, optional)
+
+
+def load_value(path: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> ValueModel:
+    """A value model on the trunk of any of our directories; a head that the directory lacks starts at zero."""
+    return _load(ValueModel, Path(path), dtype, device, {LM_HEAD, *VALUE_HEAD})
+
+
+def _load(kind: type[ModelT], path: Path, dtype: torch.dtype, device: str, optional: set[str]) -> ModelT:
+    config = read_config(path)
+    files = tensor_files(path)
+    model = allocate(kind, config, dtype, device)
+    if isinstance(model, ValueModel):
+        nn.init.zeros_(model.value_head.weight)
+        nn.init.zeros_(model.value_head.bias)  # type: ignore[arg-type]
+    fill(model, model.table, files, optional, path)  # type: ignore[attr-defined]
+    return model
+
+
+def hf_tensors(model: CausalLM | ValueModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of every stored parameter; `dtype` None: as the model holds it."""
+    parameters = dict(model.named_parameters())
+    for spec in model.table.stored():
+        whole = parameters[spec.name].detach()
+        for name, shape, start in spec.hf_shapes():
+            yield name, whole[start : start + shape[0]].to(dtype or whole.dtype)
+
+
+def export(
+    model: CausalLM | ValueModel,
+    path: str | Path,
+    source: str | Path | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a directory that transformers loads, whole or not at all: the old one stays until the new one is complete.
+
+    source: directory whose tokenizer files and generation_config.json are copied, and whose other config.json keys are
+    kept. dtype None: as the model holds it. A value model becomes a token classifier with one label.
+    CheckpointError when it cannot be written (disk full).
+    """
+    values: dict[str, Any] = {} if source is None else _config_json(Path(source))
+    values.pop("torch_dtype", None)
+    values |= model.config.to_hf()
+    if isinstance(model, ValueModel):
+        values["architectures"] = [families.get(model.config.architecture).value_class]
+        values |= {"num_labels": 1, "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    else:
+        for key in ("num_labels", "id2label", "label2id"):
+            values.pop(key, None)
+    stored = dtype or next(model.parameters()).dtype
+    values["dtype"] = str(stored).removeprefix("torch.")
+    tensors = hf_tensors(model, dtype)
+    write_directory(Path(path), values, tensors, None if source is None else Path(source), max_shard_bytes)
+
+
+__all__ = ["export", "fill", "hf_tensors", "load", "load_value", "read_config", "read_tensors", "tensor_files"]

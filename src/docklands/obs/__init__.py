@@ -1,0 +1,1 @@
+"""Observation: metrics, spans, sinks, logs, the run directory, the watchdog. No torch here."""

@@ -1,0 +1,28 @@
+"""docs/reference/metrics.md, made from the declarations."""
+
+from __future__ import annotations
+
+from docklands.obs.names import SECTIONS
+
+HEAD = """# Metrics
+
+Made from `docklands.obs.names` by `docklands.obs.reference.render_metrics_markdown()`; do not edit by hand.
+
+Each line of `metrics.jsonl` is one step: `{"metrics": {name: value}, "step": step}`. A metric is declared once. It is
+gathered as (sum, count) and divided once, after all reductions, so neither the number of micro-batches nor the number
+of workers changes it. Reductions: `mean` sum / count; `sum`, `max`, `min` over the step; `last` the latest value.
+Units: `1` has no dimension, `fraction` lies in 0..1, `B` is bytes. Names in italics differ between two runs with one
+seed (clocks, memory); all others are equal to the last digit. `{...}` stands for a parameter.
+"""
+
+
+def render_metrics_markdown() -> str:
+    """The whole page; ends with one newline."""
+    lines = [HEAD]
+    for title, metrics in SECTIONS.items():
+        lines += [f"## {title}", "", "| name | unit | reduction | meaning |", "|---|---|---|---|"]
+        for metric in metrics:
+            name = f"*`{metric.name}`*" if metric.is_volatile else f"`{metric.name}`"
+            lines.append(f"| {name} | {metric.unit} | {metric.reduction} | {metric.doc.replace('|', chr(92) + '|')} |")
+        lines.append("")
+    return "\n".join(lines).rstrip("\n") + "\n"

@@ -1,0 +1,1 @@
+"""Floor 7: wiring and THE loop. Read loop.py first."""

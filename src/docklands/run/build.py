@@ -1,0 +1,227 @@
+"""From a config to a run: tokenizer, algorithm, data, engines, dock, roles, recorders, in that order.
+
+Whatever is wrong with the user's input is found here, before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from docklands import device as devices
+from docklands import models
+from docklands.algorithms import build_algorithm
+from docklands.algorithms.base import Algorithm
+from docklands.config.load import resolved_yaml
+from docklands.config.paths import resolve_model_path
+from docklands.config.schema import Config, OptimSection
+from docklands.core.batch import Batch
+from docklands.core.graph import Graph
+from docklands.core.protocols import Sampling
+from docklands.data.demonstrations import Demonstrator
+from docklands.data.sources import Source
+from docklands.data.stream import PromptStream, open_splits
+from docklands.data.tokenizer import Tokenizer, load_tokenizer
+from docklands.dock import Dock, DockOptions
+from docklands.envs import build_env_factory
+from docklands.errors import ConfigError
+from docklands.fleet.local_backend import Device, LocalRole
+from docklands.obs.rundir import RunDir
+from docklands.obs.sinks import Sinks
+from docklands.obs.watchdog import Watchdog
+from docklands.rewards import build_scorer
+from docklands.rollout import NativeEngine, RolloutWorker
+from docklands.run.describe import SampleRecorder
+from docklands.run.prompts import Prompts, group_of
+from docklands.run.session import Evaluation, Run
+from docklands.sync.in_process import InProcessSync
+from docklands.train.engine import TrainEngine
+
+ON_DEVICE = ("rollout", "actor", "reference", "critic")
+"""Roles that share the accelerator (on a laptop: the cores) by lease; all others only need a thread."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What roles are made from."""
+
+    config: Config
+    tokenizer: Tokenizer
+    algorithm: Algorithm
+    device: str
+    model_path: Path
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype of the trainers."""
+        return getattr(torch, self.config.train.dtype)
+
+    @property
+    def rollout_dtype(self) -> torch.dtype:
+        name = self.config.rollout.dtype
+        return self.dtype if name == "auto" else getattr(torch, name)
+
+
+def build_parts(config: Config) -> Parts:
+    """Check the config against model, tokenizer and algorithm. Raises ConfigError and its kind."""
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    torch.manual_seed(config.run.seed)
+    if not config.model.path:
+        raise ConfigError("model.path is empty", "the path of a Hugging Face directory, or cache:NAME")
+    algorithm = build_algorithm(config)
+    path = resolve_model_path(config.model.path)
+    tokenizer = load_tokenizer(resolve_model_path(config.model.tokenizer) if config.model.tokenizer else path)
+    where = str(devices.choose(config.run.device))
+    return Parts(config, tokenizer, algorithm, where, path)
+
+
+def build(config: Config, run_dir: RunDir, sinks: Sinks, say: Callable[[str], None] = lambda _: None) -> Run:
+    """A run that stands ready at step 0. Call inside an event loop."""
+    parts = build_parts(config)
+    graph = parts.algorithm.graph()
+    source, held_out = open_splits(config.data, config.eval, config.run.seed)
+    stream = PromptStream(source, parts.tokenizer, config.data, config.run.seed)
+    stream.check()
+    dock = Dock(graph, dock_options(config))
+    recorder = SampleRecorder(config.obs.samples_per_step)
+    watchdog = Watchdog(config.run.watchdog_s, dock.describe, run_dir.watchdog)
+    fleet = build_fleet(parts, graph, dock, watchdog.beat)
+    say(headline(parts, graph))
+    return Run(
+        config=config,
+        algorithm=parts.algorithm,
+        graph=graph,
+        dock=dock,
+        fleet=fleet,
+        weights=build_sync(fleet),
+        prompts=Prompts(stream, config.rollout.samples_per_prompt),
+        run_dir=run_dir,
+        sinks=sinks,
+        watchdog=watchdog,
+        evaluation=build_evaluation(parts, held_out) if "rollout" in fleet else None,
+        recorder=recorder,
+    )
+
+
+def dock_options(config: Config) -> DockOptions:
+    return DockOptions(
+        prompts_per_step=config.rollout.prompts_per_step,
+        group_size=config.rollout.samples_per_prompt,
+        max_staleness=config.dock.max_staleness,
+        warehouses=config.dock.warehouses,
+        capacity_bytes=config.dock.capacity_mib * 2**20,
+        groups_per_take=config.dock.groups_per_take,
+        deterministic=config.dock.deterministic,
+        lease_s=config.dock.lease_s,
+        wait_s=config.dock.wait_s,
+        max_dropped_groups_per_step=config.algorithm.max_dropped_groups,
+        total_groups=config.run.steps * config.rollout.prompts_per_step,
+    )
+
+
+def build_fleet(parts: Parts, graph: Graph, dock: Dock, beat: Callable[[str], None]) -> dict[str, LocalRole]:
+    """A role for each that the graph names, and the device or thread that it runs on."""
+    shared = Device(parts.device)
+    fleet: dict[str, LocalRole] = {}
+    for name in graph.roles:
+        if name == "update":
+            continue
+        resource = RESOURCES[name](parts) if name in RESOURCES else None
+        if resource is None:
+            raise ConfigError(f"the graph names the role {name!r}", f"roles are {', '.join(RESOURCES)}")
+        device = shared if name in ON_DEVICE else Device(name)
+        fleet[name] = LocalRole(name, resource, dock, device, beat)
+    return fleet
+
+
+def load_model(parts: Parts, path: Path, value: bool = False) -> Any:
+    """fp32 masters; the engines choose their compute dtype."""
+    if parts.config.model.init == "random":
+        make = models.build_value if value else models.build
+        return make(models.read_config(path), device=parts.device, seed=parts.config.run.seed)
+    load = models.load_value if value else models.load
+    return load(path, dtype=torch.float32, device=parts.device)
+
+
+def train_engine(parts: Parts, path: str, optim: OptimSection, value: bool = False, trainable: bool = True) -> TrainEngine:
+    config = parts.config
+    return TrainEngine(
+        load_model(parts, resolve_model_path(path) if path else parts.model_path, value),
+        config.train,
+        optim,
+        temperature=config.rollout.temperature if "rollout" in parts.algorithm.graph().roles else 1.0,
+        max_tokens=config.rollout.max_response_tokens,
+        total_updates=config.run.steps * config.updates_per_step,
+        trainable=trainable,
+    )
+
+
+def rollout_worker(parts: Parts) -> RolloutWorker:
+    config = parts.config
+    shape = models.read_config(parts.model_path)
+    engines = [
+        NativeEngine(shape, config.rollout, dtype=parts.rollout_dtype, device=parts.device)
+        for _ in range(config.fleet.rollout_workers)
+    ]
+    return RolloutWorker(engines, parts.tokenizer, build_env_factory(config.env), config.rollout, config.run.seed)
+
+
+RESOURCES: Mapping[str, Callable[[Parts], Any]] = {
+    "rollout": rollout_worker,
+    "reward": lambda parts: build_scorer(parts.config.reward),
+    "actor": lambda parts: train_engine(parts, "", parts.config.train.optim),
+    "reference": lambda parts: train_engine(
+        parts, parts.config.reference.path, parts.config.train.optim, trainable=False
+    ),
+    "critic": lambda parts: train_engine(parts, parts.config.critic.path, parts.config.critic.optim, value=True),
+    "advantage": lambda parts: parts.algorithm,
+    "data": lambda parts: Demonstrator(parts.tokenizer, parts.config.rollout.max_response_tokens),
+}
+
+
+def build_sync(fleet: Mapping[str, LocalRole]) -> InProcessSync:
+    """Actor to generators; without generators (SFT) publishing has no receiver."""
+    actor = fleet["actor"]
+    sinks = [fleet["rollout"].resource] if "rollout" in fleet else []
+    return InProcessSync(actor.resource, sinks, actor.call)
+
+
+def eval_sampling(config: Config, tokenizer: Tokenizer) -> Sampling:
+    return Sampling(
+        max_tokens=config.rollout.max_response_tokens,
+        temperature=config.eval.temperature,
+        top_p=config.eval.top_p,
+        stop_ids=tuple(sorted(tokenizer.eos_ids)),
+    )
+
+
+def build_evaluation(parts: Parts, held_out: Source | None) -> Evaluation | None:
+    """Held-out prompts as rows that never enter the dock."""
+    if held_out is None:
+        return None
+    config = parts.config
+    data = config.data.model_copy(update={"shuffle": False, "epochs": 1})
+    prompts = PromptStream(held_out, parts.tokenizer, data, config.run.seed).take(config.eval.prompts)
+    groups = [group_of(prompt, i, config.eval.samples_per_prompt) for i, prompt in enumerate(prompts)]
+    name = (config.eval.source or config.data.source).rsplit(":", 1)[-1].rsplit("/", 1)[-1]
+    return Evaluation(name, Batch.concat(groups), eval_sampling(config, parts.tokenizer))
+
+
+def headline(parts: Parts, graph: Graph) -> str:
+    """What will be done, in numbers (pitfall 36)."""
+    config = parts.config
+    shape = models.read_config(parts.model_path)
+    prompts, group = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
+    updates = config.updates_per_step
+    return (
+        f"{config.algorithm.name} · {shape.num_params() / 1e6:.1f} M parameters · {config.run.steps} steps of "
+        f"{prompts} prompts x {group} = {config.samples_per_step} samples -> {updates} update"
+        f"{'s' if updates > 1 else ''} x {config.samples_per_update}\n"
+        f"{' -> '.join(stage.name for stage in graph.stages)}"
+    )

@@ -1,0 +1,171 @@
+"""What a trained batch looked like: metrics, and the sample records for people. Runs where the rows are, as a stage.
+
+Legend: B samples, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from docklands.core.batch import Batch, Jagged
+from docklands.core.fields import (
+    ADVANTAGE,
+    COMPLETION,
+    FINISH_NAMES,
+    FINISH_REASON,
+    GROUP_ID,
+    LOSS_MASK,
+    OLD_LOGPROBS,
+    PROMPT,
+    PROMPT_ID,
+    REF_LOGPROBS,
+    RETURNS,
+    REWARD,
+    ROLLOUT_LOGPROBS,
+    TOKEN_ADVANTAGES,
+    TOKEN_IDS,
+    VALUES,
+    WEIGHT_VERSIONS,
+    Field,
+)
+from docklands.core.graph import Graph
+from docklands.core.stage import Result, Stage
+
+SumCount = dict[str, tuple[float, float]]
+
+WANTED: tuple[Field[Any], ...] = (
+    PROMPT_ID,
+    GROUP_ID,
+    PROMPT,
+    COMPLETION,
+    TOKEN_IDS,
+    LOSS_MASK,
+    FINISH_REASON,
+    WEIGHT_VERSIONS,
+    ROLLOUT_LOGPROBS,
+    OLD_LOGPROBS,
+    REF_LOGPROBS,
+    REWARD,
+    ADVANTAGE,
+    TOKEN_ADVANTAGES,
+    RETURNS,
+    VALUES,
+)
+
+
+def describe_stage(graph: Graph, role: str) -> Stage:
+    """A stage outside the graph that reads what the graph has and writes only metrics."""
+    reads = tuple(field for field in WANTED if field in graph.fields)
+    return Stage("describe", role, reads, (), describe, by="step")
+
+
+def describe(recorder: Any, batch: Batch) -> Result:
+    """Metrics of a step's batch; hands the batch to `recorder.record(batch)` for the sample files."""
+    metrics: SumCount = {}
+    lengths(metrics, batch)
+    scores(metrics, batch)
+    mismatch(metrics, batch)
+    recorder.record(batch)
+    return Result(metrics=metrics)
+
+
+def spread(metrics: SumCount, name: str, values: np.ndarray | torch.Tensor) -> None:
+    """name/mean, name/max, name/min of a flat array; nothing for an empty one."""
+    array = np.asarray(values, dtype=np.float64).reshape(-1)
+    if array.size:
+        metrics[f"{name}/mean"] = (float(array.sum()), float(array.size))
+        metrics[f"{name}/max"] = (float(array.max()), 1.0)
+        metrics[f"{name}/min"] = (float(array.min()), 1.0)
+
+
+def lengths(metrics: SumCount, batch: Batch) -> None:
+    """Prompt and response lengths in tokens; the response is everything from the first sampled token on."""
+    mask: Jagged = batch[LOSS_MASK]
+    total_B = batch.lengths
+    prompt_B = np.array([int(row.int().argmax()) if bool(row.any()) else len(row) for row in mask], np.int64)
+    spread(metrics, "prompt_length", prompt_B)
+    spread(metrics, "response_length", total_B - prompt_B)
+    metrics["perf/total_num_tokens"] = (float(total_B.sum()), 1.0)
+    if FINISH_REASON in batch:
+        cut = [FINISH_NAMES[int(f)] == "length" for f in batch[FINISH_REASON]]
+        metrics["response_length/clip_ratio"] = (float(sum(cut)), float(len(cut)))
+        metrics["completions/clipped_ratio"] = metrics["response_length/clip_ratio"]
+
+
+def scores(metrics: SumCount, batch: Batch) -> None:
+    """Rewards, advantages, values; how many groups are all equal."""
+    if REWARD in batch:
+        reward_B = batch[REWARD].numpy()
+        spread(metrics, "critic/score", reward_B)
+        spread(metrics, "critic/rewards", reward_B)
+        groups = batch[GROUP_ID].numpy()
+        flat = [float(np.ptp(reward_B[groups == g]) < 1e-8) for g in np.unique(groups)]
+        metrics["frac_reward_zero_std"] = (sum(flat), float(len(flat)))
+    if ADVANTAGE in batch:
+        spread(metrics, "critic/advantages", batch[ADVANTAGE])
+    mask_T = batch[LOSS_MASK].values
+    for field, name in ((TOKEN_ADVANTAGES, "critic/advantages"), (RETURNS, "critic/returns"), (VALUES, "critic/values")):
+        if field in batch:
+            spread(metrics, name, batch[field].values[mask_T])
+
+
+def mismatch(metrics: SumCount, batch: Batch) -> None:
+    """|p_trainer - p_rollout| of the sampled tokens, where the trainer's log-probs are at hand."""
+    if OLD_LOGPROBS not in batch or ROLLOUT_LOGPROBS not in batch:
+        return
+    mask_T = batch[LOSS_MASK].values
+    old_T, mu_T = batch[OLD_LOGPROBS].values[mask_T], batch[ROLLOUT_LOGPROBS].values[mask_T]
+    gap_T = (old_T.exp() - mu_T.exp()).abs()
+    if gap_T.numel():
+        metrics["training/rollout_probs_diff_mean"] = (float(gap_T.sum()), float(gap_T.numel()))
+        metrics["training/rollout_probs_diff_max"] = (float(gap_T.max()), 1.0)
+
+
+class SampleRecorder:
+    """Turns the first `most` rows of a step into records for samples/step_*.jsonl."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._records: list[dict[str, Any]] = []
+
+    def record(self, batch: Batch) -> None:
+        self._records = [sample_record(batch, i) for i in range(min(self._most, len(batch)))]
+
+    def take(self) -> list[dict[str, Any]]:
+        records, self._records = self._records, []
+        return records
+
+
+def sample_record(batch: Batch, i: int) -> dict[str, Any]:
+    """One row as JSON."""
+    record: dict[str, Any] = {
+        "row_id": int(batch.row_ids[i]),
+        "group_id": int(batch[GROUP_ID][i]),
+        "prompt_id": int(batch[PROMPT_ID][i]),
+        "prompt": prompt_text(batch[PROMPT][i]),
+        "response_tokens": int(batch[LOSS_MASK][i].sum()),
+    }
+    if COMPLETION in batch:
+        record["completion"] = batch[COMPLETION][i]
+    if FINISH_REASON in batch:
+        record["finish"] = FINISH_NAMES[int(batch[FINISH_REASON][i])]
+    if REWARD in batch:
+        record["reward"] = round(float(batch[REWARD][i]), 6)
+    if ADVANTAGE in batch:
+        record["advantage"] = round(float(batch[ADVANTAGE][i]), 6)
+    if WEIGHT_VERSIONS in batch:
+        sampled = batch[WEIGHT_VERSIONS][i][batch[LOSS_MASK][i]]
+        record["versions"] = [int(sampled.min()), int(sampled.max())] if len(sampled) else []
+    return record
+
+
+def prompt_text(row: Any) -> str:
+    """A data row's prompt as text for people: the text, or the last message."""
+    prompt = row.get("prompt", row) if isinstance(row, dict) else row
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt and isinstance(prompt[-1], dict):
+        return str(prompt[-1].get("content", ""))
+    return str(prompt)

@@ -1,0 +1,57 @@
+"""The loop. Everything that Docklands does passes through these lines; read this file first.
+
+Two circles close here and nowhere else: weights (publish) and slots (retire). No algorithm, no mode and no engine is
+named: synchronous or asynchronous is `max_staleness`, colocated or disaggregated is a lease, an algorithm is a graph,
+dynamic sampling is a stage that drops rows. The driver holds row ids and numbers; it touches no tensor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from docklands.core.graph import UPDATE
+
+if TYPE_CHECKING:
+    from docklands.core.protocols import Dock, Role
+    from docklands.core.stage import Stage
+    from docklands.run.build import Prompts, Run
+
+
+async def train(run: Run) -> None:
+    """theta_v -> rollout -> reward -> logprobs -> advantage -> update -> theta_{v+1} -> publish."""
+    graph, dock, fleet = run.graph, run.dock, run.fleet
+    await run.weights.publish(version=run.step)  # every generator holds theta_step
+    await run.before_training()
+    async with asyncio.TaskGroup() as flow:  # any pump's error ends the run, loudly
+        flow.create_task(admit(run.prompts, dock))
+        for stage in graph.upstream_of(UPDATE):
+            flow.create_task(pump(stage, fleet[stage.role], dock))
+        for step in run.steps_left():
+            with run.step_scope(step) as metrics:
+                rows = await dock.take(graph[UPDATE])
+                metrics.merge(await run.describe(rows))
+                for minibatch in run.minibatches(rows):
+                    for learner in run.learners(step):  # actor, and critic for PPO
+                        metrics.merge(await fleet[learner.role].update(learner, minibatch))
+                await run.weights.publish(version=step + 1)  # resharding flow
+                await dock.retire(rows)  # frees slots: the next prompts are born fresh
+                await run.after_step(step, metrics)  # checkpoint, evaluate, sinks
+        await dock.close()
+
+
+async def admit(prompts: Prompts, dock: Dock) -> None:
+    """A prompt enters when a slot is free: this is back-pressure and the staleness bound in one."""
+    while await dock.slot():
+        group = prompts.next_group()
+        if group is None:
+            return await dock.end_of_prompts()
+        await dock.admit(group)
+
+
+async def pump(stage: Stage, role: Role, dock: Dock) -> None:
+    """Hand ready rows to the stage's workers; acknowledge, or drop what they dropped."""
+    async for rows in dock.stream(stage):
+        async with role.lease():  # colocated roles hand the device over here
+            outcome = await role.run(stage, rows)  # the worker fetches, computes and writes back
+        await dock.finish(rows, outcome)

@@ -1,0 +1,179 @@
+"""Commands that run something: train, evaluate, export. Their errors travel up to the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from docklands import models
+from docklands.config.load import load_config, resolved_yaml
+from docklands.config.paths import resolve_model_path
+from docklands.config.schema import Config
+from docklands.errors import CheckpointError, ConfigError
+from docklands.obs.console import ConsoleSink
+from docklands.obs.log import setup_logging, teardown_logging
+from docklands.obs.rundir import RunDir
+from docklands.obs.sinks import JsonlSink, Sink, Sinks, TensorBoardSink, WandbSink
+from docklands.obs.spans import SpanRecorder, recording
+from docklands.run import resume as resuming
+from docklands.run.build import build
+from docklands.run.loop import train
+from docklands.run.report import write_report
+from docklands.run.session import Run
+from docklands.run.summary import before_and_after, closing_lines
+from docklands.train import checkpoint
+
+INTERRUPTED = 130
+
+
+def train_run(config: Config, sources: Mapping[str, str], resume: bool) -> int:
+    """Train from the start, or go on. 0 done, 130 interrupted after a clean checkpoint."""
+    run_dir = RunDir.resume(config.run_dir) if resume else RunDir.create(config.run_dir)
+    run_dir.write_config(resolved_yaml(config, sources))
+    run_dir.write_env()
+    console = ConsoleSink(config.run.steps, title=f"docklands · {config.run.name}", mode=config.obs.console)
+    setup_logging(run_dir.path, show=console.say)
+    try:
+        with recording(SpanRecorder(run_dir.spans)):
+            return asyncio.run(run_training(config, run_dir, console, resume))
+    finally:
+        console.close()
+        teardown_logging()
+
+
+async def run_training(config: Config, run_dir: RunDir, console: ConsoleSink, resume: bool) -> int:
+    """Build, resume if asked, train, say what came of it."""
+    began = time.monotonic()
+    sinks = open_sinks(config, run_dir, console)
+    run = build(config, run_dir, sinks, console.say)
+    try:
+        if resume:
+            step = resuming.load_latest(run)
+            run_dir.truncate_after(step)
+            console.say(f"resumed at step {step}" if step else "no complete checkpoint yet: starting at step 0")
+        run_dir.write_graph(run.graph.to_dict())
+        with run.watchdog, stoppable(run):
+            interrupted = await train_until_done(run)
+        console.close()
+        before_and_after(run_dir, console.say)
+    finally:
+        run.close()
+        sinks.close()
+    report = write_report(run_dir.path) if config.obs.report else None
+    closing_lines(run_dir, report, time.monotonic() - began, console.say)
+    return INTERRUPTED if interrupted else 0
+
+
+async def train_until_done(run: Run) -> bool:
+    """True when a stop was asked for before the last step; then a checkpoint of the last whole step is written."""
+    try:
+        await train(run)
+    except asyncio.CancelledError:
+        if not run.stop_asked:
+            raise
+        task = asyncio.current_task()
+        if task is not None:
+            task.uncancel()
+    if run.step >= run.config.run.steps or not run.stop_asked:
+        return False
+    await run.fleet["actor"].call("checkpoint", resuming.save, run)
+    return True
+
+
+@contextmanager
+def stoppable(run: Run) -> Iterator[None]:
+    """The first Ctrl-C (or SIGTERM) ends the run with a clean checkpoint; the second at once."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+
+    def stop() -> None:
+        if run.stop_asked or task is None:
+            os._exit(INTERRUPTED)
+        run.stop_asked = True
+        if not run.updating:  # weights are those of the last whole step: nothing is lost by leaving now
+            for role in run.fleet.values():
+                abort = getattr(role.resource, "abort", None)
+                if callable(abort):
+                    abort()
+            task.cancel()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+def open_sinks(config: Config, run_dir: RunDir, console: ConsoleSink) -> Sinks:
+    """metrics.jsonl must work; the others may fail without ending the run."""
+    optional: list[Sink] = [console]
+    if config.obs.tensorboard:
+        optional.append(TensorBoardSink(run_dir.path / "tensorboard"))
+    if config.obs.wandb:
+        optional.append(WandbSink(config.obs.wandb, config.run.name, run_dir.path, config.model_dump(mode="json")))
+    return Sinks([JsonlSink(run_dir.metrics)], optional)
+
+
+def evaluate_run(
+    config: Config, sources: Mapping[str, str], checkpoint_path: str | None, n: int, k: Sequence[int]
+) -> dict[str, float]:
+    """Evaluate a run's checkpoint (default: the last; without any: the starting weights) on its held-out prompts."""
+    if not config.eval.prompts:
+        raise ConfigError("eval.prompts is 0: nothing to evaluate on", "add eval.prompts=200")
+    chosen = config.eval.model_copy(
+        update={"samples_per_prompt": n, "temperature": config.eval.temperature or (1.0 if n > 1 else 0.0)}
+    )
+    return asyncio.run(_evaluate(config.model_copy(update={"eval": chosen}), checkpoint_path, k))
+
+
+async def _evaluate(config: Config, path: str | None, ks: Sequence[int]) -> dict[str, float]:
+    run_dir = RunDir(config.run_dir)
+    run = build(config, run_dir, Sinks([]))
+    try:
+        if run.evaluation is None:
+            raise ConfigError(f"algorithm {config.algorithm.name} generates nothing to evaluate")
+        run.evaluation.ks = ks
+        if path is not None or run_dir.checkpoints.is_dir():
+            found = find_checkpoint(run_dir, path)
+            if found is not None:
+                run.fleet["actor"].resource.load_state_dict(checkpoint.load(found, "actor"))
+                run.step = checkpoint.step_of(found)
+        await run.weights.publish(version=run.step)
+        return await run.evaluate(run.step)
+    finally:
+        run.close()
+
+
+def find_checkpoint(run_dir: RunDir, wanted: str | None) -> Path | None:
+    """A checkpoint by step number or path; the newest complete one for None."""
+    if wanted is None:
+        return checkpoint.latest(run_dir.checkpoints)
+    path = run_dir.checkpoints / f"step_{int(wanted):06d}" if wanted.isdigit() else Path(wanted)
+    if not path.is_dir():
+        raise CheckpointError(f"no checkpoint {path}", f"there are: {', '.join(names(run_dir.checkpoints)) or 'none'}")
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("step_*")) if folder.is_dir() else []
+
+
+def export_run(run_dir: Path, out: Path) -> None:
+    """The actor of the last complete checkpoint as a Hugging Face directory."""
+    directory = RunDir(run_dir)
+    config, _ = load_config(directory.config)
+    path = checkpoint.latest(directory.checkpoints)
+    if path is None:
+        raise CheckpointError(f"{run_dir} has no complete checkpoint", "set checkpoint.at_end or every_steps")
+    source = resolve_model_path(config.model.path)
+    model = models.build(models.read_config(source))
+    model.load_state_dict(checkpoint.load(path, "actor")["model"])
+    models.export(model, out, source=source)

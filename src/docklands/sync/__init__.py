@@ -1,0 +1,1 @@
+"""Floor 4: the resharding flow, from the training layout to the generation layout."""

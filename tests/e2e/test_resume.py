@@ -1,0 +1,98 @@
+"""train 4 = train 2 + kill -9 + resume 2, to the bit; Ctrl-C leaves a clean checkpoint; the epoch's end is no edge."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from docklands.obs.rundir import RunDir
+from docklands.obs.sinks import strip_times
+from docklands.train import checkpoint
+from tests.e2e.runs import docklands, run_here, start, train_arguments
+
+pytestmark = pytest.mark.slow
+
+
+def wait_for_checkpoint(run: RunDir, step: int, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        path = checkpoint.latest(run.checkpoints) if run.checkpoints.is_dir() else None
+        if path is not None and checkpoint.step_of(path) >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"no checkpoint of step {step} within {seconds} s")
+
+
+def equal(left: object, right: object) -> bool:
+    """Bitwise equality of nested states."""
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(equal(a, b) for a, b in zip(left, right, strict=True))
+    return bool(left == right)
+
+
+@pytest.mark.parametrize("recipe", ["mix6_grpo.yaml", "mix6_ppo.yaml"])
+def test_pitfall_24_kill_and_resume_is_bitwise(recipe: str, tmp_path: Path) -> None:
+    more = ["run.steps=4", "checkpoint.every_steps=2", "algorithm.samples_per_update=8"]
+    whole = RunDir(tmp_path / "whole")
+    assert docklands(*train_arguments(recipe, whole.path, more)).returncode == 0
+
+    broken = RunDir(tmp_path / "broken")
+    process = start(*train_arguments(recipe, broken.path, [*more, "run.steps=4000"]))
+    wait_for_checkpoint(broken, 2)
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    for path in broken.checkpoints.glob("step_*"):  # later ones that the kill was too late for
+        if path.name != "step_000002":
+            for file in path.iterdir():
+                file.unlink()
+            path.rmdir()
+    done = docklands(*train_arguments(recipe, broken.path, more), "--resume")
+    assert done.returncode == 0, done.stderr
+
+    for name in ("actor", "critic", "flow") if "ppo" in recipe else ("actor", "flow"):
+        left = checkpoint.load(checkpoint.latest(whole.checkpoints), name)
+        right = checkpoint.load(checkpoint.latest(broken.checkpoints), name)
+        assert equal(left, right), name
+    ours = [strip_times(line) for line in whole.metrics.read_text().splitlines()]
+    theirs = [strip_times(line) for line in broken.metrics.read_text().splitlines()]
+    assert ours[2:] == theirs[2:]
+    assert len(ours) == len(theirs) == 4
+
+
+def test_ctrl_c_saves_a_clean_checkpoint_and_exits_130(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    process = start(*train_arguments("mix6_grpo.yaml", run.path, ["run.steps=4000"]))
+    deadline = time.monotonic() + 90
+    while not (run.metrics.exists() and run.metrics.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline, "the run did not start"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    path = checkpoint.latest(run.checkpoints)
+    assert path is not None
+    steps = [step for step, _ in run.read_metrics()]
+    assert checkpoint.step_of(path) == steps[-1] >= 2
+    more = [f"run.steps={steps[-1] + 1}"]
+    assert docklands(*train_arguments("mix6_grpo.yaml", run.path, more), "--resume").returncode == 0
+    assert [step for step, _ in run.read_metrics()] == list(range(1, steps[-1] + 2))
+
+
+def test_pitfall_23_resume_at_the_epoch_boundary(tmp_path: Path) -> None:
+    """3 batches an epoch, 2 epochs, saved at 3: exactly 3 more steps, every prompt once per epoch."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}{i}30="}) + "\n" for i in range(6)))
+    more = (f"data.source={rows}", "rollout.prompts_per_step=2", "data.epochs=2", "obs.samples_per_step=64")
+    run = run_here("mix6_grpo.yaml", tmp_path / "run", *more, "run.steps=3")
+    run_here("mix6_grpo.yaml", tmp_path / "run", *more, "run.steps=6", resume=True)
+    assert [step for step, _ in run.read_metrics()] == [1, 2, 3, 4, 5, 6]
+    seen = [sorted({s["prompt_id"] for step in steps for s in run.read_samples(step)}) for steps in ((1, 2, 3), (4, 5, 6))]
+    assert seen == [list(range(6)), list(range(6, 12))]
