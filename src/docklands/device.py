@@ -100,3 +100,20 @@ def rss() -> int:
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if os.uname().sysname == "Darwin" else peak * 1024
+
+
+def keep_freed_memory() -> bool:
+    """Let the C allocator keep freed memory instead of returning it to the system; call once, at the start of a worker.
+
+    Large tensors otherwise come from fresh pages each time: on CPU that cost 17 % of a training step of a 135M model
+    (150,000 page faults). The process keeps its peak size from then on. False where the C library has no mallopt.
+    """
+    import ctypes
+
+    trim_threshold, top_pad, mmap_max = -1, -2, -4  # M_* of glibc's malloc.h
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    settings = ((mmap_max, 0), (trim_threshold, 2**31 - 1), (top_pad, 256 << 20))
+    return all(mallopt(key, value) == 1 for key, value in settings)

@@ -55,6 +55,16 @@ def test_terminal_without_block_characters() -> None:
     assert b"reward  1.00 _@" in raw.getvalue() and raw.getvalue().endswith(b"??\n")
 
 
+def test_reader_that_goes_away_silences_the_console() -> None:
+    end, begin = os.pipe()
+    os.close(end)
+    with pytest.raises(BrokenPipeError), os.fdopen(begin, "w") as stream:  # on closing, with the unread line
+        sink = ConsoleSink(3, stream=stream)
+        sink.say("hello")
+        sink.write(1, {"critic/rewards/mean": 0.0})
+        assert sink.mode == "off"
+
+
 def test_off_says_nothing() -> None:
     stream = io.StringIO()
     sink = ConsoleSink(2, mode="off", stream=stream)

@@ -90,10 +90,12 @@ def test_truncate_after_forgets_later_steps(tmp_path: Path) -> None:
         sink.write(step, {"actor/pg_loss": 0.1 * step})
         run.write_samples(step, [{"prompt": "p"}])
         run.append_eval(step, "s", {})
-    sink.close()
-    kept = b"".join(run.metrics.read_bytes().splitlines(keepends=True)[:2])
+    whole = run.metrics.read_bytes()
     run.truncate_after(2)
-    assert run.metrics.read_bytes() == kept  # the same bytes: an uninterrupted run's
+    assert run.metrics.read_bytes() == b"".join(whole.splitlines(keepends=True)[:2])
+    sink.write(3, {"actor/pg_loss": 0.1 * 3})  # a sink that was open before the cut
+    sink.close()
+    assert run.metrics.read_bytes() == whole
     assert [n for n, _ in run.sample_files()] == [1, 2] and [row["step"] for row in run.read_evals()] == [1, 2]
 
 

@@ -95,20 +95,21 @@ except DocklandsError as error: print(step, error)
 
 
 def test_optional_sink_on_a_full_disk_costs_one_warning(tmp_path: Path) -> None:
-    """TensorBoard's writer thread meets the limit; the run's own file is far below it."""
+    """TensorBoard's file, which had something in it already, meets the limit; metrics.jsonl does not."""
     code = """
 board = TensorBoardSink(Path(sys.argv[1]) / 'tensorboard')
-required = JsonlSink(Path(sys.argv[1]) / 'metrics.jsonl')
-sinks = Sinks([required], [board])
-import time
-for step in range(1, 201):
-    sinks.write(step, {f'timing_s/stage_with_a_long_name_{i}': 1.0 for i in range(40)} if step < 20 else {})
-    time.sleep(0.002)
+board.write(0, {str(i): 1.0 for i in range(100)})
+sinks = Sinks([JsonlSink(Path(sys.argv[1]) / 'metrics.jsonl')], [board])
+for step in range(1, 31):
+    sinks.write(step, {'p': 1.0})
 sinks.close(); print('done')
 """
-    done = limited(tmp_path, 45_000, code)
+    done = limited(tmp_path, 1800, code)
     assert done.stdout == "done\n", done.stderr
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 200
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 30
+    assert (
+        done.stderr == "warning: TensorBoardSink failed and is off for the rest of the run: [Errno 27] File too large\n"
+    )
 
 
 def test_broken_optional_sink_is_named_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from docklands.obs import watchdog
 from docklands.obs.watchdog import Watchdog
 
 
@@ -20,8 +21,9 @@ def test_pitfall_28_stuck_run_names_the_stage_and_exits(tmp_path: Path) -> None:
     code = (
         "import sys, threading; from pathlib import Path; from docklands.obs.watchdog import Watchdog\n"
         "def wait_for_rows(): threading.Event().wait()\n"
-        "with Watchdog(0.3, lambda: 'update waits for reward on 12 rows', Path(sys.argv[1]) / 'log/watchdog.txt') as w:\n"
-        "    w.beat('rollout'); wait_for_rows()\n"
+        "def describe(): return 'update waits for reward on 12 rows'\n"
+        "with Watchdog(0.3, describe, Path(sys.argv[1]) / 'log/watchdog.txt') as dog:\n"
+        "    dog.beat('rollout'); wait_for_rows()\n"
     )
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
@@ -60,25 +62,28 @@ def test_tasks_of_the_event_loop_are_listed(tmp_path: Path) -> None:
     assert "pump/reward" in text and "pump_for_ever" in text
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("describe", "answer"),
+    [
+        (lambda: str(threading.Event().wait()), "(no answer within 0.1 s)"),
+        (lambda: str(1 / 0), "(it raised; see stderr)"),
+    ],
+)
 def test_a_description_that_hangs_or_raises_does_not_stop_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    describe: Callable[[], str], answer: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(watchdog, "DESCRIBE_DEADLINE_S", 0.1)
-    monkeypatch.setattr(threading, "excepthook", lambda args: print(args.exc_value, file=sys.__stderr__))
-    for describe, answer in ((threading.Event().wait, "(no answer within 0.1 s)"), (lambda: str(1 / 0), "(it raised")):
-        called = threading.Event()
-        with Watchdog(0.05, describe, tmp_path / "w.txt", lambda _line: called.set()):  # pyright: ignore
-            assert called.wait(20)
-        assert answer in (tmp_path / "w.txt").read_text()
+    lines: queue.Queue[str] = queue.Queue()
+    with Watchdog(0.05, describe, tmp_path / "w.txt", lines.put, answer_s=0.1):
+        assert lines.get(timeout=20).startswith("stuck: ")
+    assert answer in (tmp_path / "w.txt").read_text()
 
 
 def test_unwritable_report_is_said_in_the_line(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("a file")
-    lines: list[str] = []
-    called = threading.Event()
-    with Watchdog(0.05, lambda: "", tmp_path / "log" / "w.txt", lambda line: (lines.append(line), called.set())):  # pyright: ignore
-        assert called.wait(20)
-    assert "(not written: " in lines[0]
+    lines: queue.Queue[str] = queue.Queue()
+    with Watchdog(0.05, lambda: "", tmp_path / "log" / "w.txt", lines.put):
+        assert "(not written: " in lines.get(timeout=20)
 
 
 @pytest.mark.parametrize("deadline", [0, -1, float("nan")])

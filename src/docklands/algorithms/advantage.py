@@ -84,8 +84,8 @@ def gae(
     next_value_B = torch.zeros(len(packed), dtype=torch.float64)
     for n in range(reward_BN.shape[1] - 1, -1, -1):
         delta_B = reward_BN[:, n] + gamma * next_value_B - value_BN[:, n]
-        running_B = torch.where(there_BN[:, n], delta_B + gamma * lam * running_B, running_B)
-        next_value_B = torch.where(there_BN[:, n], value_BN[:, n], next_value_B)
+        running_B = delta_B + gamma * lam * running_B  # stays 0 behind a row's end: reward and value are 0 there
+        next_value_B = value_BN[:, n]
         advantage_BN[:, n] = running_B
     advantage_T = torch.zeros(packed.num_tokens, dtype=torch.float64)
     advantage_T[mask_T] = advantage_BN[there_BN]

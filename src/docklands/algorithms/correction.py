@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from docklands.algorithms.functional import ratio, select, spread, token_pair, tokens_of_rows
+from docklands.algorithms.functional import max_pair, min_pair, ratio, select, spread, token_pair, tokens_of_rows
 from docklands.core.batch import Packed
 
 Mode = Literal["off", "token_tis", "sequence_tis", "token_mask", "sequence_mask"]
@@ -51,9 +51,11 @@ def correction_weights(
     over = sample_weights(packed, mask_T) if mode.startswith("sequence") else mask_T.float()
     metrics = {
         name: ((touched_T * over).sum(), over.sum()),
-        "rollout_corr/ratio/mean": ((ratio_T * over).sum(), over.sum()),
-        "rollout_corr/weight/mean": ((weight_T * over).sum(), over.sum()),
     }
+    for what, value_T in (("ratio", ratio_T), ("weight", weight_T)):
+        metrics[f"rollout_corr/{what}/mean"] = ((value_T * over).sum(), over.sum())
+        metrics[f"rollout_corr/{what}/max"] = max_pair(value_T, mask_T)
+        metrics[f"rollout_corr/{what}/min"] = min_pair(value_T, mask_T)
     return torch.where(mask_T, weight_T, ones_T), metrics
 
 
@@ -63,15 +65,19 @@ def sample_weights(packed: Packed, mask_T: Tensor) -> Tensor:
 
 
 def mismatch_metrics(old_T: Tensor, mu_T: Tensor, mask_T: Tensor, *, probabilities: bool) -> Pairs:
-    """How far pi_old is from mu on the sampled tokens: KL(mu || pi_old) by k1 and k3.
+    """How far pi_old is from mu on the sampled tokens: KL(mu || pi_old) by k1 and k3, and the largest difference.
 
     probabilities  also |p_old - p_mu|; left out where pi_old is a column, because the step's description has it then
     """
-    log_ratio_T = old_T.detach() - mu_T
+    old_T = old_T.detach()
+    log_ratio_T = old_T - mu_T
     metrics = {
         "rollout_corr/kl": token_pair(-log_ratio_T, mask_T),
         "rollout_corr/k3_kl": token_pair(ratio(log_ratio_T) - 1.0 - log_ratio_T, mask_T),
+        "training/rollout_logprobs_diff_max": max_pair(log_ratio_T.abs(), mask_T),
     }
     if probabilities:
-        metrics["training/rollout_probs_diff_mean"] = token_pair((old_T.detach().exp() - mu_T.exp()).abs(), mask_T)
+        gap_T = (old_T.exp() - mu_T.exp()).abs()
+        metrics["training/rollout_probs_diff_mean"] = token_pair(gap_T, mask_T)
+        metrics["training/rollout_probs_diff_max"] = max_pair(gap_T, mask_T)
     return metrics

@@ -161,6 +161,18 @@ def token_pair(value_T: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
     return select(value_T.detach().float(), mask_T).sum(), mask_T.sum()
 
 
+def max_pair(value_T: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
+    """(largest over the trained tokens, trained tokens): the pair of a metric that reduces by max, detached."""
+    chosen = value_T.detach()[mask_T]
+    return chosen.amax() if len(chosen) else value_T.new_zeros(()), mask_T.sum()
+
+
+def min_pair(value_T: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with the smallest."""
+    smallest, count = max_pair(-value_T, mask_T)
+    return -smallest, count
+
+
 # --- shaping -----------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from docklands.algorithms.functional import (
     TokenLoss,
     Total,
     aggregate,
+    max_pair,
     overlong_penalty,
     ratio,
     select,
@@ -233,6 +234,7 @@ class PolicyAlgorithm(Algorithm):
             **x.metrics,
             "actor/pg_loss": policy.pair,
             "actor/ppo_kl": token_pair(-x.log_ratio_T, x.mask_T),
+            "actor/ratio_max": max_pair(x.ratio_T, x.mask_T),
             "actor/entropy": token_pair(-x.logprobs_T, x.mask_T),
         }
         if token.clipped_T is not None:

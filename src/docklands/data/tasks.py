@@ -91,6 +91,9 @@ def _check_args(what: str, function: Callable[..., Any], given: Mapping[str, Any
         default = known[key].default
         if isinstance(default, int) and (not isinstance(value, int) or isinstance(value, bool)):
             raise ConfigError(f"{what}: {key} must be a whole number, not {value!r}")
+        numbers = isinstance(value, list | tuple) and all(isinstance(x, int | float) for x in value)
+        if isinstance(default, tuple) and not numbers:
+            raise ConfigError(f"{what}: {key} must be a list of numbers, not {value!r}")
         if isinstance(default, float) and not (isinstance(value, int | float) and 0 <= value <= 1):
             raise ConfigError(f"{what}: {key} must be a share from 0 to 1, not {value!r}")
 

@@ -51,12 +51,19 @@ class Controller:
         self._bits = {name: 1 << i for i, name in enumerate(reads)}
         self._pick = sampler
         self._rows = RowTable(
-            order=np.int64, length=np.int64, lease=np.int64, missing=np.int64, place=np.int32, state=np.uint8, hidden=bool
+            order=np.int64,
+            length=np.int64,
+            lease=np.int64,
+            missing=np.int64,
+            place=np.int32,
+            state=np.uint8,
+            hidden=bool,
         )
         self._groups: dict[int, GroupState] = {}
         self._pending: dict[int, GroupState] = {}
         self._last_lease = 0
         self._allowed = 0
+        self._changed = False
 
     # --- messages ----------------------------------------------------------------------------------------------
 
@@ -133,10 +140,10 @@ class Controller:
         state = self._rows["state"][slots]
         return (slots >= 0) & (self._rows["lease"][slots] == lease) & ((state == LEASED) | (state == FREE))
 
-    def finish(self, row_ids: np.ndarray) -> None:
-        """Rows are done here. Call with owned rows only. A group of a by-group stage is finished whole."""
+    def finish(self, row_ids: np.ndarray, partly: bool = False) -> None:
+        """Rows are done here. Call with owned rows only. A stage by group finishes whole groups, unless `partly`."""
         slots = self._rows.present(row_ids)
-        if self.by != "sample":
+        if self.by != "sample" and not partly:
             lease = set(np.unique(self._rows["lease"][slots]).tolist())
             for order in np.unique(self._rows["order"][slots]).tolist():
                 rest = np.setdiff1d(self._groups[order].slots, slots)
@@ -171,6 +178,7 @@ class Controller:
     def allow_short(self) -> bool:
         """The flow is at rest: if all that is pending here is ready, the next take may have just that."""
         if self._pending and all(group.whole for group in self._pending.values()):
+            self._changed = self._changed or self._allowed != len(self._pending)
             self._allowed = len(self._pending)
             return True
         return False
@@ -179,6 +187,11 @@ class Controller:
     def pending(self) -> int:
         """Groups with a row that the stage has still to take."""
         return len(self._pending)
+
+    def take_changed(self) -> bool:
+        """Whether anything has changed since this was last asked: a sleeping reader may be served now."""
+        changed, self._changed = self._changed, False
+        return changed
 
     # --- looking in --------------------------------------------------------------------------------------------
 
@@ -244,6 +257,7 @@ class Controller:
     def _recount(self, orders: Iterable[int]) -> None:
         """Open and ready rows of these groups, and whether they are pending."""
         back = False
+        self._changed = True
         for order in orders:
             group = self._groups[order]
             free = (self._rows["state"][group.slots] == FREE) & ~self._rows["hidden"][group.slots]
@@ -265,5 +279,3 @@ class Controller:
             slots = self._rows.present(held.row_ids)
             if not ((self._rows["lease"][slots] == lease) & (self._rows["state"][slots] == LEASED)).any():
                 del self.leases[lease]
-
-

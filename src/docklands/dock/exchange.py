@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from docklands.core.batch import Batch
 from docklands.core.fields import GROUP_ID, SAMPLE_INDEX, Field
@@ -232,14 +231,16 @@ class Exchange:
         self.transport.hide(left, self.flow.stages)
         if rows.lease and rows.stage in self.flow.stages:
             controller = self.controller(rows.stage)
-            controller.finish(rows.row_ids[controller.owned(rows.lease, rows.row_ids)])
+            controller.finish(rows.row_ids[controller.owned(rows.lease, rows.row_ids)], partly=True)
 
-    def expire(self, now: float) -> None:
-        """Overdue leases give their rows back."""
+    def expire(self, now: float) -> bool:
+        """Overdue leases give their rows back; whether there were any."""
+        before = self.counters.expired_leases
         for controller in self.transport.controllers.values():
             for row_ids in controller.expire(now):
                 self.ledger.contest(row_ids)
                 self.counters.expired_leases += 1
+        return self.counters.expired_leases > before
 
     def next_deadline(self) -> float | None:
         """When the next lease is overdue."""
@@ -286,15 +287,3 @@ class Exchange:
             "every sample of a group failed or was filtered; make the task easier, look at the reward, or raise "
             "algorithm.max_dropped_groups",
         )
-
-    # --- snapshot ----------------------------------------------------------------------------------------------
-
-    def columns(self) -> list[dict[str, Any]]:
-        """Every column's rows and values, per warehouse; ragged ones packed, with their lengths."""
-        found = []
-        for warehouse in self.transport.warehouses:
-            for name, row_ids in warehouse.inventory().items():
-                if len(row_ids):
-                    column = warehouse.get(row_ids, [self.flow.fields[name]])[0][self.flow.fields[name]]
-                    found.append({"name": name, "row_ids": torch.from_numpy(row_ids), "column": column})
-        return found

@@ -12,7 +12,7 @@ from typing import Any
 from docklands.core.fields import Field
 from docklands.core.graph import UPDATE, Graph
 from docklands.core.stage import Stage
-from docklands.errors import GraphError, UnknownField
+from docklands.errors import UnknownField
 
 
 class Flow:
@@ -65,7 +65,9 @@ class Flow:
         at = [name]
         while at:
             stage = at.pop()
-            below = {reader for column in (*self.writes[stage], verdict(stage)) for reader in self.readers.get(column, ())}
+            below = {
+                reader for column in (*self.writes[stage], verdict(stage)) for reader in self.readers.get(column, ())
+            }
             at += below - found
             found |= below
         return frozenset(found)

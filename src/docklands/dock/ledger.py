@@ -21,7 +21,7 @@ from docklands.dock.table import RowTable
 from docklands.errors import CheckpointError, DockError
 
 REMEMBERED = 65_536
-"""Rows that left while a reader might still write to them: so many are remembered, to tell a late write from a wrong one."""
+"""Of the rows that left while a reader might still write to them, so many are remembered: a late write is no error."""
 
 REASONS = 64
 """Distinct drop reasons that are counted by name; any further one counts as 'other'."""
@@ -69,23 +69,41 @@ class Ledger:
         """No further group will be admitted, whatever happens to those in flight."""
         return self.ended or (0 < self.options.total_groups <= self.retired)
 
+    @property
+    def closing(self) -> bool:
+        """All groups that will ever be trained are in flight, unless some of them are dropped."""
+        total = self.options.total_groups
+        return self.ended or (0 < total <= self.retired + self.in_flight)
+
+    @property
+    def next_place(self) -> int:
+        """Warehouse of the next group: whole groups, in turn."""
+        return self.admitted % self.options.warehouses
+
     def admit(self, row_ids: np.ndarray, group_id: int) -> Admission:
         """Enter a group. The caller has checked `has_room` and `known`."""
-        order, self.admitted = self.admitted, self.admitted + 1
-        place = order % self.options.warehouses
+        order, place = self.admitted, self.next_place
+        self.admitted += 1
         self._enter(order, Group(group_id, place, row_ids, len(row_ids)))
         self.in_flight += 1
         return Admission(row_ids, group_id, order, place)
 
     def known(self, row_ids: np.ndarray, group_id: int) -> bool:
-        """This very group is here already (some of its rows may have left). DockError when its rows or its id are here, but not together."""
+        """This very group is here already; some of its rows may have left.
+
+        Raises DockError when its rows or its id are here, but not together.
+        """
         order = self._by_id.get(group_id)
         here = int((self._rows.find(row_ids) >= 0).sum())
         if order is None and not here:
             return False
         if order is not None and set(self.groups[order].row_ids.tolist()) <= set(row_ids.tolist()):
             return True
-        what = f"group {group_id} is in flight with other rows" if order is not None else f"{here} of its rows are in flight"
+        what = (
+            f"group {group_id} is in flight with other rows"
+            if order is not None
+            else f"{here} of its rows are in flight"
+        )
         raise DockError(f"group {group_id} cannot be admitted: {what}", "row and group ids are unique")
 
     def _enter(self, order: int, group: Group) -> None:

@@ -1,8 +1,8 @@
 """What is handed out next: a pure choice among the groups that a stage has still to take.
 
-`exact` fixes the composition of every take by the order of admission alone: the k-th take of a stage
-holds the same rows in every run, however fast its readers and writers are. The eager ones hand out whatever is ready, oldest
-first. A stage by "step" is always exact: the update trains the oldest groups, which is what bounds staleness.
+`exact` fixes the composition of every take by the order of admission alone: the k-th take of a stage holds the same
+rows in every run, however fast its readers and writers are. The eager ones hand out whatever is ready, oldest first.
+A stage by "step" is always exact: the update trains the oldest groups, which is what bounds staleness.
 """
 
 from __future__ import annotations

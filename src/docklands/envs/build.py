@@ -27,7 +27,11 @@ def build_env_factory(section: EnvSection, deadline_s: float = 60.0) -> Callable
     if not callable(kind):
         raise ConfigError(f"environment {section.name!r} is a {type(kind).__name__}, not a class")
     arguments = dict(section.args)
-    if "max_turns" in inspect.signature(kind).parameters:
+    try:
+        parameters = inspect.signature(kind).parameters
+    except ValueError as error:
+        raise ConfigError(f"environment {section.name!r}: {error}", "see docklands.envs.base.Env") from error
+    if "max_turns" in parameters:
         arguments.setdefault("max_turns", section.max_turns)
 
     def make() -> GuardedEnv:

@@ -2,8 +2,9 @@
 
 Legend: T packed tokens, D model (or any last dimension), F feed-forward, N heads, K kv heads, H head dim, V vocabulary.
 
-Activations decide the precision: a parameter of another dtype is cast to the activation's, inside `weights_cast_once`
-only once. Gradients come back in the parameter's own dtype.
+Activations decide the precision: a parameter of another dtype is cast to the activation's at each use, and its gradient
+comes back in its own dtype. No cast is kept: a version counter does not see every optimizer's step (the fused AdamW of
+torch does not raise it), so a kept one could be stale. An engine that wants to cast once holds 16-bit parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 from torch import Tensor
 
 from docklands.kernels.logprob import logprob_of_logits, sampled_logprob
-from docklands.kernels.weights import weights_cast_once
 
 __all__ = [
     "get",
@@ -28,7 +28,6 @@ __all__ = [
     "sampled_logprob",
     "swiglu",
     "swiglu_fused",
-    "weights_cast_once",
 ]
 
 _BACKENDS = {"cuda": "docklands.kernels.cuda", "npu": "docklands.kernels.npu"}

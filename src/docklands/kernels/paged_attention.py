@@ -1,13 +1,13 @@
 """Attention of a decode step over KV-cache pages, without gathering them.
 
-Every page is attended to on its own, in the order of its physical address, by the queries of all sequences that use it: one
-batched call over the pages of sequences, one over the pages of shared prompts, where the queries of a group are the rows of
-one product. The partial results are then merged per sequence by their log-sum-exps (Rabe and Staats 2021,
-arXiv 2112.05682; Dao et al., flash decoding). No key or value is copied, and a partial result depends on its
-page and its query alone: a sequence's attention has the same bits whatever else is in the batch.
+Every page is attended to on its own, in the order of its physical address, by the queries of all sequences that use
+it: one batched call over the pages of sequences, one over the pages of shared prompts, where the queries of a group are
+the rows of one product. The partial results are then merged per sequence by their log-sum-exps (Rabe and Staats 2021,
+arXiv 2112.05682). No key or value is copied, and a partial result depends on its page and its query alone: a
+sequence's attention has the same bits whatever else is in the batch.
 
-Legend: Pg pages, S tokens of a page, K kv heads, H head dim, M query rows of a page and kv head (a multiple of N / K, in
-the order row-major over (query, N / K)), N heads, R sequences, C partial results of a sequence (padded).
+Legend: Pg pages, S tokens of a page, K kv heads, H head dim, M query rows of a page and kv head (row-major over query
+and N / K), N heads, R sequences, C partial results of a sequence (padded), Q all partial results.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ MASKED = -1e30
 """Additive mask: finite, so that a page without a single valid token gives numbers (which then weigh nothing)."""
 
 
-def page_attention(q_PgMKH: Tensor, k_PgKSH: Tensor, v_PgKSH: Tensor, mask_PgS: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Softmax attention inside each page. -> (o [Pg, M, K, H] in q's dtype, log-sum-exp [Pg, M, K] fp32), contiguous."""
+def page_attention(
+    q_PgMKH: Tensor, k_PgKSH: Tensor, v_PgKSH: Tensor, mask_PgS: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention inside each page. -> (o [Pg, M, K, H] in q's dtype, log-sum-exp [Pg, M, K] fp32)."""
     q_PgKMH, mask_Pg11S = q_PgMKH.transpose(1, 2), mask_PgS[:, None, None, :]
     if q_PgMKH.device.type == "cpu":
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

@@ -1,4 +1,4 @@
-"""The parts of a dense decoder, over packed tokens. Who attends to whom is not their business: an AttentionContext says.
+"""The parts of a dense decoder, over packed tokens. Who attends to whom is not their business: a context says.
 
 Legend: T packed tokens, D model, N heads, K kv heads, M = N + 2K heads of the fused projection, H head dim,
 F feed-forward.
@@ -70,7 +70,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and SwiGLU, each added to the residual stream. q, k, v are one product; gate and up another."""
+    """Pre-norm attention and SwiGLU, each added to the residual stream. q, k, v are one product; gate and up one."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -107,8 +107,8 @@ class Block(nn.Module):
 def inverse_frequencies(config: ModelConfig) -> Tensor:
     """Rotary angle per position for each pair of a head, fp32 [H / 2] (Su et al. 2021; llama3 rule: arXiv 2407.21783).
 
-    The llama3 rule divides the frequency by `factor` where the wavelength is long against the original context, keeps it
-    where it is short, and blends linearly in between.
+    The llama3 rule divides the frequency by `factor` where the wavelength is long against the original context, keeps
+    it where it is short, and blends linearly in between.
     """
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     plain = 1.0 / (config.rope_theta**exponent)

@@ -2,8 +2,8 @@
 
 Legend: N heads, H head dim, D model.
 
-The format stores rotary pairs side by side, (2i, 2i + 1); Hugging Face weights have them half a head apart, (i, i + H/2):
-the rows of q and k are put back in that order, head by head.
+The format stores rotary pairs side by side, (2i, 2i + 1); Hugging Face weights have them half a head apart,
+(i, i + H/2): the rows of q and k are put back in that order, head by head.
 """
 
 from __future__ import annotations

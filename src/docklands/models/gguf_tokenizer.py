@@ -12,7 +12,10 @@ CONTROL, USER_DEFINED = 3, 4
 SPACE = "\u2581"
 
 # How text is cut before merging, by the file's `tokenizer.ggml.pre`. The patterns are those of the tokenizers named.
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PRE_TOKENIZERS = {"smollm": "digits", "default": "gpt2", "gpt-2": "gpt2", "llama-bpe": LLAMA3, "llama3": LLAMA3}
 
 

@@ -115,7 +115,7 @@ def _check_names(files: Mapping[str, Path], expected: set[str], optional: set[st
 
 @torch.no_grad()
 def fill(model: nn.Module, table: ParamTable, files: Mapping[str, Path], optional: set[str], path: Path) -> None:
-    """Copy every tensor of `files` into the model, converting the dtype. Names in `optional` may be absent or unused."""
+    """Copy every tensor of `files` into the model in its dtype. Those in `optional` may be absent or unused."""
     index = table.hf_index()
     _check_names(files, set(index), optional, path)
     parameters = dict(model.named_parameters())

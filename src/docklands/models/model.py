@@ -3,8 +3,8 @@
 Legend: T packed tokens, D model, V vocabulary, H head dim.
 
 Precision: the trunk computes in the autocast dtype when autocast is on, else in the dtype of its weights. The residual
-stream has that dtype too and statistics are fp32, so a trainer under bf16 autocast with fp32 masters and a generator that
-holds bf16 copies of them compute the same numbers.
+stream has that dtype too and statistics are fp32, so a trainer under bf16 autocast with fp32 masters and a generator
+that holds bf16 copies of them compute the same numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from docklands.models.params import ParamTable, table_for
 
 
 class Trunk(nn.Module):
-    """Embedding, blocks, final norm. `recompute`: keep only the input of each block and compute it again in backward."""
+    """Embedding, blocks, final norm. `recompute`: keep only each block's input and compute it again in backward."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

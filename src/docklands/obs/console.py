@@ -160,7 +160,7 @@ class ConsoleSink:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self.progress.update(step, metrics)
         if self.mode == "plain":
-            print(self.progress.line(self._blocks), file=self._stream, flush=True)
+            self._print(self.progress.line(self._blocks))
         self.start()
 
     def stage(self, name: str) -> None:
@@ -175,7 +175,14 @@ class ConsoleSink:
             self._live.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
             return
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        print(printable(text).encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
+        self._print(printable(text).encode(encoding, "replace").decode(encoding))
+
+    def _print(self, text: str) -> None:
+        """A reader that has gone away (`| head`) silences the console; the run goes on."""
+        try:
+            print(text, file=self._stream, flush=True)
+        except OSError:
+            self.mode = "off"
 
     def close(self) -> None:
         """Leave the last state standing; the cursor is given back."""

@@ -90,12 +90,18 @@ def iter_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         return
     with open(path, "rb") as file:
         for raw in file:
-            try:
-                row = json.loads(raw)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
+            row = parse_line(raw)
+            if row is not None:
                 yield row
+
+
+def parse_line(raw: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line; None when it is torn or something else."""
+    try:
+        row = json.loads(raw)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

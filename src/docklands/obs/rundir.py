@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from docklands.errors import ConfigError
-from docklands.obs.files import LineFile, read_json, read_jsonl, write_atomic, write_json, write_lines
+from docklands.obs.files import LineFile, parse_line, read_json, read_jsonl, write_atomic, write_json, write_lines
 
 PACKAGES = ("docklands", "torch", "numpy", "transformers", "tokenizers", "safetensors", "pydantic", "ray", "vllm")
 
@@ -104,12 +104,12 @@ class RunDir:
             lines.close()
 
     def truncate_after(self, step: int) -> None:
-        """Forget what a crashed run wrote beyond the checkpoint of `step`: metrics, evaluations, samples."""
-        for path in (self.metrics, self.evals):
-            rows = read_jsonl(path)
-            kept = [row for row in rows if step_of(row) <= step]
-            if path.exists():
-                write_lines(path, kept)
+        """Forget what a crashed run wrote beyond the checkpoint of `step`: metrics, evaluations, samples.
+
+        Files are cut in place, so sinks that are open already go on at the new end.
+        """
+        cut_after(self.metrics, step)
+        cut_after(self.evals, step)
         for number, path in self.sample_files():
             if number > step:
                 path.unlink()
@@ -158,8 +158,23 @@ class RunDir:
 
 
 def step_of(row: dict[str, Any]) -> int:
+    """A row's step; -1 when it has none."""
     step = row.get("step")
     return step if isinstance(step, int) else -1
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Cut a file of JSON lines before the first line of a later step."""
+    if not path.is_file():
+        return
+    with open(path, "r+b") as file:
+        end = 0
+        for raw in file:
+            row = parse_line(raw)
+            if row is not None and step_of(row) > step:
+                file.truncate(end)
+                return
+            end += len(raw)
 
 
 def environment() -> dict[str, Any]:
@@ -185,6 +200,7 @@ def version_of(package: str) -> str:
 
 
 def cpu_model() -> str:
+    """The processor's name."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -95,29 +96,36 @@ def is_volatile(name: str) -> bool:
 
 
 class TensorBoardSink:
-    """TensorBoard event files, through tensorboard's own writer (no torch, no tensorflow needed).
+    """TensorBoard event files, through tensorboard's own record writer (no torch, no tensorflow needed).
 
-    A background thread of the writer flushes every few seconds; `close` flushes the rest.
+    Each step is on disk when `write` returns. A resumed run adds a file; TensorBoard joins them.
     """
 
     def __init__(self, folder: Path) -> None:
         try:
             from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
             from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             hint = "pip install tensorboard, or set obs.tensorboard: false"
             raise ConfigError("obs.tensorboard needs the package tensorboard", hint) from error
         self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(folder), flush_secs=10)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(folder / f"events.out.tfevents.{time.time_ns()}.{os.getpid()}", "xb")  # noqa: SIM115
+        self._records = RecordWriter(self._file)
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raises OSError when the disk refuses."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
-        self._writer.add_event(event)
+        self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+
+    def _add(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+        self._file.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 class WandbSink:

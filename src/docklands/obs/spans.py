@@ -154,6 +154,7 @@ def read_spans(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def is_span(row: dict[str, Any]) -> bool:
+    """Whether a line has what the readers of spans need."""
     numbers = all(isinstance(row.get(key), (int, float)) for key in ("start", "duration"))
     return numbers and isinstance(row.get("name"), str) and isinstance(row.get("role"), str)
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 EXIT_CODE = 3
-DESCRIBE_DEADLINE_S = 5.0
 
 
 class Watchdog:
@@ -23,6 +22,7 @@ class Watchdog:
     describe    says what the queues hold; called once, when stuck
     report      file for stacks and description (log/watchdog.txt of the run directory)
     on_stuck    called with one line that names the last stage; default: print it and exit with code 3
+    answer_s    seconds that `describe` gets; a hanging one is left behind
 
     Use as a context manager. Entered inside a running event loop, it lists that loop's tasks too.
     """
@@ -33,6 +33,7 @@ class Watchdog:
         describe: Callable[[], str],
         report: Path,
         on_stuck: Callable[[str], None] | None = None,
+        answer_s: float = 5.0,
     ) -> None:
         if not deadline_s > 0:
             raise ValueError(f"a watchdog's deadline must be positive, not {deadline_s}")
@@ -40,6 +41,7 @@ class Watchdog:
         self._describe = describe
         self._report = Path(report)
         self._on_stuck = on_stuck or exit_stuck
+        self._answer_s = answer_s
         self._changed = threading.Condition()
         self._stage = "start"
         self._last = time.monotonic()
@@ -66,7 +68,7 @@ class Watchdog:
             self._stopped = True
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
-            self._thread.join(timeout=2 * DESCRIBE_DEADLINE_S)
+            self._thread.join(timeout=2 * self._answer_s + 1)
 
     def _watch(self) -> None:
         with self._changed:
@@ -92,19 +94,19 @@ class Watchdog:
             file.write(f"{line}\n\n== threads ==\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-            file.write(f"\n== tasks ==\n{within_deadline(lambda: tasks_text(self._loop))}\n")
-            file.write(f"\n== state ==\n{within_deadline(self._describe)}\n")
+            file.write(f"\n== tasks ==\n{within(self._answer_s, lambda: tasks_text(self._loop))}\n")
+            file.write(f"\n== state ==\n{within(self._answer_s, self._describe)}\n")
 
 
-def within_deadline(function: Callable[[], str]) -> str:
+def within(seconds: float, function: Callable[[], str]) -> str:
     """The function's text, or why there is none. It runs on a thread of its own, so it can neither raise nor hang."""
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(function()), name="watchdog-describe", daemon=True)
     thread.start()
-    thread.join(DESCRIBE_DEADLINE_S)
+    thread.join(seconds)
     if found:
         return found[0]
-    return f"(no answer within {DESCRIBE_DEADLINE_S:g} s)" if thread.is_alive() else "(it raised; see stderr)"
+    return f"(no answer within {seconds:g} s)" if thread.is_alive() else "(it raised; see stderr)"
 
 
 def tasks_text(loop: asyncio.AbstractEventLoop | None) -> str:

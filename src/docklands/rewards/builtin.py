@@ -186,6 +186,7 @@ class Cosine:
         self.max_tokens = max_tokens
         self.inner = make(of, args)
         self.isolate = bool(getattr(self.inner, "isolate", False))
+        self.warm = getattr(self.inner, "warm", lambda: None)
         self.values = {**defaults, **(values or {})}
 
     def __call__(self, sample: RewardSample) -> RewardOutcome:

@@ -60,6 +60,9 @@ class Scoring:
         """Outcomes in order. `deadline_s` bounds awaits; a call that blocks is the sandbox's business."""
         raise NotImplementedError
 
+    def warm(self) -> None:
+        """Slow imports, before any deadline counts. Called in sandbox processes only."""
+
 
 class BuiltinScoring(Scoring):
     """A built-in of the registry."""
@@ -67,6 +70,9 @@ class BuiltinScoring(Scoring):
     def __init__(self, target: Target) -> None:
         self._scorer = builtin.make(target.name, target.args)
         super().__init__(target.name, bool(getattr(self._scorer, "isolate", False)), each=True)
+
+    def warm(self) -> None:
+        getattr(self._scorer, "warm", lambda: None)()
 
     def run(self, samples: Sequence[RewardSample], deadline_s: float | None = None) -> list[RewardOutcome]:
         return [guarded(lambda s=sample: [self._scorer(s)], 1, deadline_s)[0] for sample in samples]
@@ -256,7 +262,10 @@ def adapt(name: str, function: Any, args: Mapping[str, Any] | None = None) -> Sc
     """A user's callable, recognised by the names of its parameters; `args` are bound to it."""
     if not callable(function):
         raise ConfigError(f"reward {name!r} is a {type(function).__name__}, not a function", f"accepted: {SIGNATURES}")
-    names = set(inspect.signature(function).parameters)
+    try:
+        names = list(inspect.signature(function).parameters)
+    except ValueError as error:
+        raise ConfigError(f"reward {name!r}: {error}", f"accepted: {SIGNATURES}") from error
     takes = accepted(function)
     unknown = [] if takes is None else [key for key in args or {} if key not in takes]
     if unknown:
@@ -268,7 +277,7 @@ def adapt(name: str, function: Any, args: Mapping[str, Any] | None = None) -> Sc
     if "solution_str" in names:
         return ScoreFunction(name, bound, isolate)
     raise ConfigError(
-        f"reward {name!r} has neither signature: it takes ({', '.join(inspect.signature(function).parameters)})",
+        f"reward {name!r} has neither signature: it takes ({', '.join(names)})",
         f"accepted: {SIGNATURES}",
     )
 

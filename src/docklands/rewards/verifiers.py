@@ -32,6 +32,12 @@ class MathVerify:
         self.column = column
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
 
+    def warm(self) -> None:
+        """Import, and parse once: the parser's own imports are lazy."""
+        import math_verify
+
+        math_verify.verify(_parse_gold("1"), _parse_gold("\\frac{1}{2}"), timeout_seconds=0)
+
     def __call__(self, sample: RewardSample) -> RewardOutcome:
         import math_verify
 
@@ -69,6 +75,10 @@ class ReasoningGym:
             raise ConfigError("reward 'reasoning_gym' needs the reasoning-gym package", "pip install reasoning-gym")
         self.tag_only = tag_only
         self.right_from = right_from
+
+    def warm(self) -> None:
+        """Import."""
+        import reasoning_gym  # noqa: F401
 
     def __call__(self, sample: RewardSample) -> RewardOutcome:
         recipe = sample.row.get("reasoning_gym")

@@ -45,6 +45,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             try:
                 if key not in loaded:
                     loaded[key] = load(Target(**request["load"]))
+                    loaded[key].warm()
                 current = loaded[key]
                 write_frame(replies, {"ready": True})
             except (Exception, SystemExit) as error:

@@ -1,8 +1,8 @@
 """A paged KV cache: pages, reference counts, and a pool that grows from both ends.
 
-Pages of shared prompts are taken from the top of the pool, pages of single samples from the bottom, so that each kind is
-a dense range that attention reads in place (kernels.paged_attention). A sample's own tokens begin on a page of their own: a
-shared page is never written after its prefill, and copy-on-write has nothing to copy.
+Pages of shared prompts are taken from the top of the pool, pages of single samples from the bottom, so that each kind
+is a dense range that attention reads in place (kernels.paged_attention). A sample's own tokens begin on a page of their
+own: a shared page is never written after its prefill, and copy-on-write has nothing to copy.
 
 Legend: Pg pages, S tokens of a page, K kv heads, H head dim, L layers, T tokens.
 """

@@ -1,7 +1,7 @@
 """Random numbers keyed by (sample, position), and the choice of the next token.
 
-A token depends on its sample's own logits and seed, never on the batch around it: row by row, by inverting the cumulative
-distribution at one uniform number.
+A token depends on its sample's own logits and seed, never on the batch around it: row by row, by inverting the
+cumulative distribution at one uniform number.
 
 Legend: R rows (running sequences), V vocabulary, C chunks of CHUNK vocabulary entries.
 """
@@ -159,9 +159,10 @@ def _truncate(weight_RV: Tensor, logits_RV: Tensor, scale_R: np.ndarray, choice:
     """Set to 0, in place, what may not be sampled: bans, then all but the top k, then all but the top p of the rest.
 
     -> whether anything was."""
-    banned = choice.banned is not None and bool((choice.banned >= 0).any())
-    if banned:
+    banned = False
+    if choice.banned is not None and (choice.banned >= 0).any():
         _ban(weight_RV, logits_RV, scale_R, choice.banned)
+        banned = True
     vocabulary = weight_RV.shape[1]
     top_k = np.where(choice.top_k > 0, np.minimum(choice.top_k, vocabulary), vocabulary)
     rows = np.flatnonzero((choice.temperature > 0) & ((top_k < vocabulary) | (choice.top_p < 1)))
@@ -170,8 +171,9 @@ def _truncate(weight_RV: Tensor, logits_RV: Tensor, scale_R: np.ndarray, choice:
     index = torch.from_numpy(rows).to(weight_RV.device)
     top_k, top_p = (torch.from_numpy(x[rows]).to(index.device)[:, None] for x in (top_k, choice.top_p))
     some = weight_RV[index]
-    kept, order = _keep(some, top_k, top_p, min(CANDIDATES, vocabulary)) or _keep(some, top_k, top_p, vocabulary)
-    weight_RV[index] = torch.zeros_like(some).scatter_(1, order, kept)
+    kept = _keep(some, top_k, top_p, min(CANDIDATES, vocabulary)) or _keep(some, top_k, top_p, vocabulary)
+    assert kept is not None  # the whole vocabulary holds every cut
+    weight_RV[index] = torch.zeros_like(some).scatter_(1, kept[1], kept[0])
     return True
 
 
@@ -183,7 +185,8 @@ def _keep(weight_RV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, most: int) -> t
     cumulative = ordered.double().cumsum(-1)
     whole = torch.where(top_k_R1 < vocabulary, cumulative[:, -1:], weight_RV.sum(-1, dtype=torch.float64)[:, None])
     limit = top_p_R1 * whole
-    if most < vocabulary and bool(((top_k_R1 > most) & ((top_p_R1 == 1) | (cumulative[:, -1:] < limit))).any()):
+    beyond_R1 = (top_k_R1 > most) & ((top_k_R1 < vocabulary) | (cumulative[:, -1:] < limit))
+    if most < vocabulary and bool(beyond_R1.any()):
         return None
     return ordered * ((cumulative - ordered) < limit), order  # the entry that crosses the limit stays
 
@@ -196,6 +199,6 @@ def _ban(weight_RV: Tensor, logits_RV: Tensor, scale_R: np.ndarray, banned: np.n
     bare = np.unique(rows)
     bare = bare[(weight_RV[torch.from_numpy(bare)].amax(-1) == 0).cpu().numpy()]
     for i in bare:
-        z_V = logits_RV[i].float() / scale_R[i]
+        z_V = logits_RV[i].float() / float(scale_R[i])
         z_V[torch.from_numpy(banned[i][banned[i] >= 0])] = -torch.inf
         weight_RV[i] = torch.softmax(z_V, -1)

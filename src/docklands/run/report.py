@@ -116,6 +116,7 @@ def head(run: RunDir, config_text: str, finished: int, last_step: int) -> str:
 
 
 def batch_text(config: Mapping[str, Any]) -> str:
+    """Prompts x samples, when the configuration says so."""
     prompts = config_value(config, "rollout", "prompts_per_step")
     samples = config_value(config, "rollout", "samples_per_prompt")
     return f"{prompts} prompts x {samples} samples a step" if prompts and samples else ""

@@ -113,6 +113,7 @@ def sparkline(points: Points) -> str:
 
 
 def legend(names: Sequence[str], colours: Sequence[int]) -> str:
+    """Names beside their colours."""
     items = (
         f'<span><i style="background:var(--c{c % COLOURS})"></i>{escape(n)}</span>' for n, c in zip(names, colours)
     )

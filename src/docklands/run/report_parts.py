@@ -135,6 +135,7 @@ def eval_card(source: str, rows: Sequence[Row]) -> str:
 
 
 def curves(series: Series) -> str:
+    """A chart for each well-known metric that the run has."""
     cells = []
     for i, (names, title, unit) in enumerate(CURVES):
         name = next((n for n in names if n in series), None)
@@ -155,6 +156,7 @@ def header(*names: str) -> str:
 
 
 def all_metrics(series: Series) -> str:
+    """Every metric in one table that can be filtered by name."""
     rows = []
     for name, points in sorted(series.items()):
         ys = [y for _, y in points]
@@ -170,6 +172,7 @@ def all_metrics(series: Series) -> str:
 
 
 def reward_chip(value: Any, name: str = "reward") -> str:
+    """A reward, coloured by its sign."""
     if not isinstance(value, (int, float)):
         return f'<span class="chip">{name}: none</span>'
     kind = "good" if value > 0 else "bad"
@@ -198,6 +201,7 @@ def before_after(evals: Sequence[Row], shown: int = 3) -> str:
 
 
 def samples_of(row: Row) -> list[Row]:
+    """The sample records of an evaluation."""
     samples = row.get("samples")
     return [s for s in samples if isinstance(s, dict)] if isinstance(samples, list) else []
 
@@ -207,6 +211,7 @@ def sample_key(sample: Row) -> str:
 
 
 def pair(old: Row, new: Row, steps: tuple[int, int]) -> str:
+    """One prompt with the completions of both evaluations."""
     cells = "".join(
         f'<div class="card"><span class="chip">step {step}</span>{reward_chip(sample.get("reward"))}'
         f'<div class="text">{escape(text_of(sample.get("completion", "")))}</div></div>'
@@ -231,6 +236,7 @@ def step_samples(steps: Sequence[tuple[int, Sequence[Row]]]) -> str:
 
 
 def sample_row(row: Row) -> str:
+    """A training sample as a row of its step's table."""
     texts = [
         f'<td><div class="text">{escape(text_of(row.get(key, "")))}</div></td>' for key in ("prompt", "completion")
     ]
@@ -288,7 +294,7 @@ def step_timeline(spans: Sequence[Row], most: int = 400) -> str:
     title = f"Timeline of step {max(set(steps), key=steps.count)}" if steps else "Timeline"
     names = list(dict.fromkeys(s["name"] for s in within))
     keys = legend(names[:16], range(16))
-    note = '<p class="note">Hover a bar for its length. The whole run opens in ui.perfetto.dev after an export.</p>'
+    note = '<p class="note">Hover a bar for its length. `docklands trace` exports the whole run for Perfetto.</p>'
     return f'<div class="card"><h3>{title}</h3>{timeline(within, assign_lanes(within), window)}{keys}{note}{cut}</div>'
 
 

@@ -1,0 +1,1 @@
+"""Parts of bench/vs_trl.py: the cases, the two sides, and the turns that they take."""

@@ -1,0 +1,296 @@
+"""The transfer dock as the loop sees it: admit, take, fetch, put, finish, retire, each wait with a deadline.
+
+The rules are in exchange.py; this file adds time. A call looks under the lock, and if it cannot be answered yet it
+sleeps on a future that the next relevant change resolves: nothing polls, an idle dock uses no CPU.
+
+Threads: the methods that wait belong to one event loop. Everything else (`stats`, `describe`, `state_dict`, and the
+changes themselves) is guarded by a lock, so a watchdog or a checkpoint thread may look in at any time; a thread that
+wants to fetch or put uses `ThreadClient`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from docklands.core.batch import Batch
+from docklands.core.fields import Field
+from docklands.core.graph import Graph
+from docklands.core.protocols import Outcome, Rows
+from docklands.core.stage import Stage
+from docklands.dock import explain, snapshot
+from docklands.dock.exchange import Exchange
+from docklands.dock.options import DockOptions
+from docklands.dock.waits import Waiter, Waits, running_loop
+from docklands.errors import DockClosed, DockError, DocklandsError, TakeTimeout
+
+SLOT, ROOM = "slot", "room"
+
+
+class Dock:
+    """Warehouses and controllers of one graph behind one facade.
+
+    At rest: in deterministic mode a take holds exactly its number of groups. When dropped groups leave too few for
+    that and nothing else can move, the next take is allowed to be short (exchange.py, `_rest`).
+    """
+
+    def __init__(self, graph: Graph, options: DockOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` in seconds; leases and deadlines are measured by it."""
+        self.graph = graph
+        self._clock = clock
+        self.options = options
+        self._exchange = Exchange(graph, options)
+        self._waits = Waits()
+        self._lock = threading.RLock()
+        self._closed = False
+        self._failure: DocklandsError | None = None
+        self._timer: tuple[asyncio.AbstractEventLoop, asyncio.TimerHandle] | None = None
+
+    # --- prompts come in ---------------------------------------------------------------------------------------
+
+    async def slot(self) -> bool:
+        """Wait until a group may be admitted. False: the dock is closing, or no more groups are wanted."""
+
+        def look() -> bool | None:
+            if self._closed or self._exchange.ledger.exhausted:
+                return False
+            return True if self._exchange.has_slot else None
+
+        return await self._until(SLOT, look, "slot", lambda: explain.why_slot(self._exchange, self._clock()))
+
+    async def admit(self, batch: Batch) -> None:
+        """Enter one group of `group_size` rows with the graph's source columns. The same ids again change nothing.
+
+        Waits for a slot and for room. Raises DockError and UnknownField for a batch that is not one whole group.
+        """
+        if self._closed:
+            raise DockClosed("the dock is closed: no group is admitted any more")
+        await self._write("admit", lambda: not self._closed and self._exchange.admit(batch))
+
+    async def end_of_prompts(self) -> None:
+        """No further group will be admitted: the last takes may be short, then streams end."""
+        with self._lock:
+            self._exchange.ledger.ended = True
+            self._settle()
+
+    # --- stages work -------------------------------------------------------------------------------------------
+
+    async def take(self, stage: Stage, *, groups: int | None = None, max_tokens: int | None = None) -> Rows:
+        """The stage's next rows, under a lease of `lease_s`.
+
+        groups      groups at once; None: the options' number (by step: prompts_per_step)
+        max_tokens  hard cap on their tokens, by whole rows or groups
+        Raises TakeTimeout after `wait_s`, DockClosed when the dock is closed or nothing is left to take.
+        """
+        want = self._exchange.want(self.graph[stage.name], groups, max_tokens)
+
+        def look() -> Rows | None:
+            if self._closed:
+                raise DockClosed(f"the dock is closed: nothing is left to take for stage {stage.name!r}")
+            self._expire()
+            rows = self._exchange.take(stage, want, self._clock())
+            if rows is None and self._exchange.drained(stage):
+                raise DockClosed(f"nothing is left to take for stage {stage.name!r}: the prompts have ended")
+            return rows
+
+        why = partial(explain.why_take, self._exchange, stage, want)
+        rows = await self._until(stage.name, look, f"stage {stage.name!r}", lambda: why(self._clock()))
+        self._arm()
+        return rows
+
+    async def stream(
+        self, stage: Stage, *, groups: int | None = None, max_tokens: int | None = None
+    ) -> AsyncIterator[Rows]:
+        """Takes, one after another, until the dock is closed or the flow is over."""
+        while True:
+            try:
+                rows = await self.take(stage, groups=groups, max_tokens=max_tokens)
+            except DockClosed:
+                return
+            yield rows
+
+    async def fetch(self, rows: Rows, fields: Sequence[Field[Any]]) -> Batch:
+        """Columns of rows in their order; views of the stored tensors where rows lie side by side.
+
+        Raises UnknownField for a column that is not there yet (naming row, column and the stage that writes it),
+        RowGone for rows that have left.
+        """
+        with self._lock:
+            return self._exchange.fetch(rows, fields)
+
+    async def put(self, batch: Batch) -> None:
+        """Write columns of rows. A cell that is there already keeps its value: the first complete write wins.
+
+        A write to a row that left under its reader's hands (dropped by another stage, or trained after the lease had
+        expired) is passed over and counted; to any other unknown row it is RowGone. Waits for room.
+        """
+        await self._write("put", lambda: self._exchange.put(batch))
+
+    async def finish(self, rows: Rows, outcome: Outcome) -> None:
+        """Acknowledge a lease: its rows are done for the stage, those in `outcome.dropped` leave the flow.
+
+        After the lease's deadline it counts only for rows that nobody else has taken since. Raises TooManyDropped
+        when more groups were lost since the last retirement than the options allow; so do all waits from then on.
+        """
+        with self._lock:
+            self._exchange.finish(rows, outcome.dropped)
+            self._settle()
+            self._raise_failure()
+
+    async def drop(self, rows: Rows, reason: str) -> None:
+        """Rows leave the flow, counted under `reason`."""
+        with self._lock:
+            self._exchange.drop(rows, reason)
+            self._settle()
+            self._raise_failure()
+
+    async def retire(self, rows: Rows) -> None:
+        """Trained rows leave: their bytes are freed everywhere and their groups' slots are open. Never suspends."""
+        with self._lock:
+            self._exchange.retire(rows)
+            self._settle()
+
+    async def close(self) -> None:
+        """End: streams stop, slots are refused, waiting takes raise DockClosed.
+
+        Readers at work may still fetch, put and finish, so that a run ends without an error in its last stages.
+        """
+        with self._lock:
+            self._closed = True
+            self._waits.wake_all()
+            if self._timer is not None:
+                self._timer[1].cancel()
+
+    # --- looking in, from any thread ---------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float]:
+        """Metrics under their declared names (dock/...)."""
+        with self._lock:
+            return explain.statistics(self._exchange, self._clock())
+
+    def describe(self) -> str:
+        """Who waits for what, and where every row is; several lines."""
+        if not self._lock.acquire(timeout=1.0):
+            return "dock: busy"
+        try:
+            now = self._clock()
+            lines = explain.describe(self._exchange, now)
+            for key in (SLOT, ROOM, *self._exchange.flow.stages):
+                lines += [f"  waiting: {key} since {explain.seconds(now - s)}" for s in self._waits.waiting(key)]
+            return "\n".join(lines)
+        finally:
+            self._lock.release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """A snapshot, also in mid-step; leases become free. Tensors, lists, numbers and strings only."""
+        with self._lock:
+            return snapshot.save(self._exchange)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Into a dock that has admitted nothing. Raises CheckpointError when graph or group size differ."""
+        with self._lock:
+            snapshot.load(self._exchange, dict(state))
+            self._settle()
+
+    # --- waiting -----------------------------------------------------------------------------------------------
+
+    async def _until(self, key: str, look: Callable[[], Any], who: str, why: Callable[[], str]) -> Any:
+        """The first answer of `look` that is not None, asked anew whenever `key` is woken."""
+        began = self._clock()
+        while True:
+            with self._lock:
+                self._raise_failure()
+                answer = look()
+                if answer is not None:
+                    return answer
+                waiter = self._waits.join(key, began)
+            await self._sleep(key, waiter, who, why)
+
+    async def _sleep(self, key: str, waiter: Waiter, who: str, why: Callable[[], str]) -> None:
+        left = waiter.since + self.options.wait_s - self._clock()
+        try:
+            await self._waits.sleep(key, waiter, asyncio.get_running_loop().time() + left)
+        except TimeoutError:
+            with self._lock:
+                reason = why()
+            raise TakeTimeout(
+                f"{who} waited {explain.seconds(self.options.wait_s)}: {reason}", "raise dock.wait_s if this is normal"
+            ) from None
+
+    async def _write(self, what: str, attempt: Callable[[], bool]) -> None:
+        """Try, and wait for a slot or room until it works. A producer that waits when the dock closes just ends."""
+
+        def look() -> bool | None:
+            if attempt():
+                self._settle()
+                return True
+            return True if self._closed else None
+
+        def why() -> str:
+            if what == "admit" and not self._exchange.has_slot:
+                return explain.why_slot(self._exchange, self._clock())
+            return explain.why_room(self._exchange)
+
+        await self._until(ROOM, look, what, why)
+
+    def _settle(self) -> None:
+        """After every change: free, look for rest, wake whoever may go on, find out whether the run has failed."""
+        self._exchange.settle()
+        if self._failure is None:
+            self._failure = self._exchange.too_many_dropped()
+        if self._failure is not None:
+            return self._waits.wake_all()
+        for name, controller in self._exchange.transport.controllers.items():
+            if controller.take_changed() or self._exchange.ledger.exhausted:
+                self._waits.wake(name)
+        if self._exchange.has_slot or self._exchange.ledger.exhausted:
+            self._waits.wake(SLOT)
+        if self._exchange.has_slot or self.options.capacity_bytes:
+            self._waits.wake(ROOM)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(self._failure.message, self._failure.hint)
+
+    def _expire(self) -> None:
+        if self._exchange.expire(self._clock()):
+            self._settle()
+
+    def _arm(self) -> None:
+        """One timer for the lease that is overdue next."""
+        loop = asyncio.get_running_loop()
+        if self._closed or (self._timer is not None and self._timer[0] is loop):
+            return
+        with self._lock:
+            deadline = self._exchange.next_deadline()
+        if deadline is not None:
+            delay = max(0.0, deadline - self._clock()) + 0.001
+            self._timer = (loop, loop.call_later(delay, self._on_timer))
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        with self._lock:
+            self._expire()
+        self._arm()
+
+
+class ThreadClient:
+    """The dock for a thread outside the event loop: the same calls, blocking."""
+
+    def __init__(self, dock: Dock, loop: asyncio.AbstractEventLoop) -> None:
+        self._dock = dock
+        self._loop = loop
+
+    def fetch(self, rows: Rows, fields: Sequence[Field[Any]]) -> Batch:
+        """See Dock.fetch."""
+        return asyncio.run_coroutine_threadsafe(self._dock.fetch(rows, fields), self._loop).result()
+
+    def put(self, batch: Batch) -> None:
+        """See Dock.put; its wait for room has the dock's deadline."""
+        if running_loop() is self._loop:
+            raise DockError("ThreadClient was called inside the dock's own event loop", "await dock.put there")
+        asyncio.run_coroutine_threadsafe(self._dock.put(batch), self._loop).result()

@@ -1,0 +1,69 @@
+"""What a KV cache must hold, and which requests can be served at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from docklands.config.schema import RolloutSection
+from docklands.core.protocols import Request
+from docklands.errors import RolloutError
+from docklands.models import ModelConfig
+
+MEMORY_FRACTION = 0.5
+
+
+def check_requests(requests: Sequence[Request], config: ModelConfig) -> None:
+    """RolloutError naming the first request that this model cannot serve."""
+    for prompt in dict.fromkeys(request.prompt for request in requests):
+        wrong = [t for t in prompt if not 0 <= t < config.vocab_size]
+        if not prompt or wrong:
+            said = f"token ids {wrong[:4]} outside the vocabulary of {config.vocab_size}" if prompt else "no tokens"
+            raise RolloutError(f"request {_first(requests, prompt)}: the prompt has {said}")
+    for request in requests:
+        s, asked = request.sampling, len(request.prompt) + request.sampling.max_tokens
+        if s.max_tokens < 0 or s.temperature < 0 or s.top_k < 0 or not 0 < s.top_p <= 1:
+            raise RolloutError(f"request {request.request_id}: {s} is out of range")
+        if asked > config.max_positions:
+            raise RolloutError(
+                f"request {request.request_id}: {len(request.prompt)} prompt + {s.max_tokens} response tokens exceed "
+                f"the model's {config.max_positions} positions",
+                "lower rollout.max_response_tokens or data.max_prompt_tokens",
+            )
+
+
+def _first(requests: Sequence[Request], prompt: tuple[int, ...]) -> int:
+    return next(request.request_id for request in requests if request.prompt == prompt)
+
+
+def cache_pages(requests: Sequence[Request], section: RolloutSection, config: ModelConfig, dtype: torch.dtype) -> int:
+    """Pages of the KV cache: as configured, or what max_batch of these requests need, within half of the free memory.
+
+    RolloutError naming a request that does not fit alone.
+    """
+    size = section.kv_block_tokens
+    own = [-(-request.sampling.max_tokens // size) for request in requests]
+    prompt = [-(-len(request.prompt) // size) for request in requests]
+    if section.kv_cache_tokens:
+        pages = section.kv_cache_tokens // size + 1
+    else:
+        shared = sorted({r.prompt: n for r, n in zip(requests, prompt)}.values(), reverse=True)
+        wanted = sum(sorted(own, reverse=True)[: section.max_batch]) + sum(shared[: section.max_batch])
+        spare = -(-section.max_batch // 8) + 1  # headroom that admission keeps
+        page_bytes = config.kv_bytes_per_token * dtype.itemsize * size
+        pages = min(wanted + spare + 1, max(2, int(MEMORY_FRACTION * free_memory()) // page_bytes))
+    for request, mine, shared_pages in zip(requests, own, prompt):
+        if mine + shared_pages > pages - 1:
+            raise RolloutError(
+                f"request {request.request_id}: {len(request.prompt)} prompt + {request.sampling.max_tokens} response "
+                f"tokens need {mine + shared_pages} pages of {size} tokens, the KV cache has {pages - 1}",
+                "raise rollout.kv_cache_tokens or lower rollout.max_response_tokens",
+            )
+    return max(pages, 2)
+
+
+def free_memory() -> int:
+    """Bytes of host memory that can still be had."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,381 @@
+"""Episodes: from admitted prompts to token columns, with one engine or several, with an environment or without.
+
+What the model sampled is trained exactly as sampled: its ids are appended, never decoded and encoded again. Only new
+observation text is tokenised, once, and masked. The mask comes from who made a token, never from its id.
+
+Legend: B samples, T tokens of an episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from docklands.config.schema import RolloutSection
+from docklands.core.batch import Batch
+from docklands.core.fields import (
+    COMPLETION,
+    ENV_REWARD,
+    FINISH_ABORT,
+    FINISH_LENGTH,
+    FINISH_NAMES,
+    FINISH_REASON,
+    FINISH_STOP,
+    LOSS_MASK,
+    PROMPT,
+    PROMPT_ID,
+    PROMPT_TOKENS,
+    ROLLOUT_LOGPROBS,
+    SAMPLE_INDEX,
+    TOKEN_IDS,
+    WEIGHT_VERSIONS,
+)
+from docklands.core.protocols import Generation, Request, RolloutEngine, Sampling
+from docklands.core.stage import Result
+from docklands.errors import ConfigError, DocklandsError, EnvError, RolloutError
+from docklands.rollout.queue import WorkQueue
+from docklands.rollout.sampling import sample_seed
+
+
+class Tokenizer(Protocol):
+    """What an episode needs of a tokenizer."""
+
+    eos_ids: frozenset[int]
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def render_observation(self, text: str, role: str = "user", ended: bool = True) -> list[int]: ...
+
+
+class Step(Protocol):
+    """An environment's answer to one model turn."""
+
+    observation: str | None
+    reward: float
+    done: bool
+
+
+class Env(Protocol):
+    """One episode of an environment; see docklands.envs.base."""
+
+    max_turns: int
+
+    async def reset(self, row: dict[str, Any]) -> None: ...
+
+    async def step(self, completion: str, finish: str) -> Any: ...
+
+
+@dataclass(eq=False)
+class Episode:
+    """One sample under way; token lists are of equal length and begin with the prompt."""
+
+    tokens: list[int]
+    prompt_length: int
+    prompt_id: int
+    sample_index: int
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
+    reward: float = 0.0
+    finish: int = FINISH_LENGTH
+    turns: int = 0
+    done: bool = False
+    error: str = ""
+    env: Env | None = None
+
+    def __post_init__(self) -> None:
+        self.extend_masked([])
+
+    @property
+    def response_length(self) -> int:
+        """Sampled and observed tokens."""
+        return len(self.tokens) - self.prompt_length
+
+    def extend_sampled(self, generation: Generation) -> None:
+        """Append a model turn exactly as sampled."""
+        self.tokens += generation.token_ids
+        self.mask += [True] * len(generation.token_ids)
+        self.logprobs += generation.logprobs
+        self.versions += generation.versions
+        self.finish = generation.finish
+        self.turns += 1
+
+    def extend_masked(self, ids: Sequence[int]) -> None:
+        """Append tokens that the policy did not sample; brings the other columns up to the same length."""
+        self.tokens += ids
+        more = len(self.tokens) - len(self.mask)
+        self.mask += [False] * more
+        self.logprobs += [0.0] * more
+        self.versions += [-1] * more
+
+
+class RolloutWorker:
+    """The resource of the role "rollout": engines, tokenizer, environments.
+
+    env_factory  makes the environment of one episode; None: single turn, no environment
+    seed         of the run: a sample's random stream is a hash of (seed, visit, prompt id, sample index)
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        tokenizer: Tokenizer,
+        env_factory: Callable[[], Env] | None,
+        section: RolloutSection,
+        seed: int,
+    ) -> None:
+        if not engines:
+            raise ConfigError("a rollout worker without engines", "fleet.rollout_workers: 1 or more")
+        self._engines, self._tokenizer, self._env_factory = list(engines), tokenizer, env_factory
+        self._section, self._seed = section, seed
+        self._stop_ids = (*sorted(tokenizer.eos_ids), *(self._stop_id(text) for text in section.stop))
+        self._aborted = threading.Event()
+
+    def _stop_id(self, text: str) -> int:
+        ids = self._tokenizer.encode(text)
+        if len(ids) != 1:
+            raise ConfigError(
+                f"rollout.stop {text!r} is {len(ids)} tokens, not one", "stop strings must be single tokens"
+            )
+        return int(ids[0])
+
+    @property
+    def sampling(self) -> Sampling:
+        """How training samples are drawn."""
+        s = self._section
+        return Sampling(
+            s.max_response_tokens, s.temperature, s.top_k, s.top_p, s.min_response_tokens, stop_ids=self._stop_ids
+        )
+
+    # --- the stage function ------------------------------------------------------------------------------------
+
+    def rollout(self, batch: Batch, sampling: Sampling | None = None, visit: int = 0) -> Result:
+        """Play one episode per row.
+
+        Reads PROMPT_ID, SAMPLE_INDEX, PROMPT_TOKENS, PROMPT. Writes TOKEN_IDS, LOSS_MASK, ROLLOUT_LOGPROBS,
+        WEIGHT_VERSIONS, FINISH_REASON, COMPLETION, ENV_REWARD for the rows that go on; a row whose environment failed
+        is dropped with the reason "env_error: ...".
+
+        sampling  other than the training one (evaluation); without stop ids it gets the tokenizer's
+        visit     part of every sample's seed, for another draw of the same prompts
+        Raises RolloutError past rollout.sample_deadline_s, naming the pending rows.
+        """
+        sampling = sampling or self.sampling
+        sampling = sampling if sampling.stop_ids else replace(sampling, stop_ids=self._stop_ids)
+        self._aborted.clear()
+        prompts, ids, ks = batch[PROMPT_TOKENS], batch[PROMPT_ID].tolist(), batch[SAMPLE_INDEX].tolist()
+        episodes = [Episode(t.tolist(), len(t), p, k) for t, p, k in zip(prompts, ids, ks)]
+        if self._env_factory is None:
+            self._turn(list(range(len(episodes))), episodes, batch.row_ids, (sampling, visit))
+        else:
+            _run(self._play_turns(episodes, batch, sampling, visit))
+        return self._result(batch, episodes)
+
+    def _turn(self, rows: list[int], episodes: list[Episode], row_ids: np.ndarray, how: tuple[Sampling, int]) -> None:
+        """One model turn for each of `rows`."""
+        sampling, visit = how
+        requests = []
+        for row in rows:
+            e = episodes[row]
+            left, early = sampling.max_tokens - e.response_length, sampling.min_tokens - sum(e.mask)
+            seed = sample_seed(self._seed, visit, e.prompt_id, e.sample_index)
+            seed = seed if e.turns == 0 else sample_seed(seed, e.turns, 0, 0)
+            limits = replace(sampling, max_tokens=left, min_tokens=min(left, max(0, early)))
+            requests.append(Request(tuple(e.tokens), limits, seed, int(row_ids[row])))
+        for row, generation in zip(rows, self._generate(requests)):
+            e = episodes[row]
+            e.extend_sampled(generation)
+            text = self.text(generation)
+            e.messages.append({"role": "assistant", "content": text})
+
+    def text(self, generation: Generation) -> str:
+        """The sampled ids as text, without the stop token."""
+        ids = list(generation.token_ids)
+        return self._tokenizer.decode(ids[:-1] if generation.finish == FINISH_STOP else ids)
+
+    async def _play_turns(self, episodes: list[Episode], batch: Batch, sampling: Sampling, visit: int) -> None:
+        """Turn by turn: all unfinished episodes generate together, then their environments answer together."""
+        rows = batch[PROMPT]
+        await asyncio.gather(*(self._reset(e, rows[i]) for i, e in enumerate(episodes)))
+        while live := [i for i, e in enumerate(episodes) if not e.done]:
+            self._turn(live, episodes, batch.row_ids, (sampling, visit))
+            await asyncio.gather(*(self._answer(episodes[i], sampling.max_tokens) for i in live))
+            if self._aborted.is_set():
+                for e in episodes:
+                    if not e.done:
+                        e.done, e.finish = True, FINISH_ABORT
+
+    async def _reset(self, episode: Episode, row: Any) -> None:
+        assert self._env_factory is not None
+        episode.env = self._env_factory()
+        try:
+            await episode.env.reset(dict(row) if isinstance(row, Mapping) else {"prompt": row})
+        except Exception as error:  # an environment is user code: its failure is this sample's, not the run's
+            _fail(episode, error)
+
+    async def _answer(self, episode: Episode, budget: int) -> None:
+        """Hand the last turn to the environment; append its observation if another turn can follow."""
+        env = episode.env
+        assert env is not None
+        if episode.finish == FINISH_ABORT:
+            episode.done = True
+            return
+        try:
+            step = await env.step(episode.messages[-1]["content"], FINISH_NAMES[episode.finish])
+            reward, over = float(step.reward), bool(step.done)
+            ids = self._observed(episode, step.observation, over)
+        except Exception as error:  # as above
+            _fail(episode, error)
+            return
+        episode.reward += reward
+        if over or episode.turns >= env.max_turns or episode.finish == FINISH_LENGTH:
+            episode.done = True
+        elif episode.response_length + len(ids) >= budget:
+            episode.done, episode.finish = True, FINISH_LENGTH  # no room to answer the observation
+        else:
+            episode.messages.append({"role": "user", "content": str(step.observation)})
+            episode.extend_masked(ids)
+
+    def _observed(self, episode: Episode, observation: str | None, over: bool) -> list[int]:
+        """The observation's tokens; none when the episode is over."""
+        if over or observation is None:
+            return []
+        return self._tokenizer.render_observation(observation, ended=episode.finish == FINISH_STOP)
+
+    def _result(self, batch: Batch, episodes: list[Episode]) -> Result:
+        kept = [i for i, e in enumerate(episodes) if not e.error]
+        dropped = {int(batch.row_ids[i]): e.error for i, e in enumerate(episodes) if e.error}
+        played = [episodes[i] for i in kept]
+        single = self._env_factory is None
+        written = {
+            TOKEN_IDS: [e.tokens for e in played],
+            LOSS_MASK: [e.mask for e in played],
+            ROLLOUT_LOGPROBS: [e.logprobs for e in played],
+            WEIGHT_VERSIONS: [e.versions for e in played],
+            FINISH_REASON: [e.finish for e in played],
+            COMPLETION: [e.messages[0]["content"] if single else e.messages for e in played],
+            ENV_REWARD: [e.reward for e in played],
+        }
+        return Result(Batch(batch.row_ids[kept], written), dropped, self._metrics())
+
+    def _metrics(self) -> dict[str, tuple[float, float]]:
+        """Over all engines: counts are added up, the batch size is a mean, the peak of the cache is the largest."""
+        found: dict[str, tuple[float, float]] = {}
+        for engine in self._engines:
+            take = getattr(engine, "take_metrics", None)
+            for name, (total, count) in (take() if take else {}).items():
+                old_total, old_count = found.get(name, (0.0, 0.0))
+                if name == "rollout/kv_blocks_peak":
+                    found[name] = max(old_total, total), 1.0
+                else:
+                    found[name] = old_total + total, old_count + count if name == "rollout/batch_size" else 1.0
+        return found
+
+    # --- engines -----------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
+        """One sample per prompt with any sampling, for evaluation; in the order of the prompts."""
+        requests = [Request(tuple(p), sampling, s, i) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True))]
+        return self._generate(requests)
+
+    def _generate(self, requests: list[Request]) -> list[Generation]:
+        """Engines share the groups through one queue: one that is done early takes more. Results in request order."""
+        if len(self._engines) == 1:
+            return self._engines[0].generate(requests)
+        queue = WorkQueue(requests, len(self._engines))
+        errors: list[BaseException] = []
+
+        def work(engine: RolloutEngine) -> None:
+            try:
+                _serve(engine, queue)
+            except BaseException as error:  # handed to the caller below
+                errors.append(error)
+                queue.close()
+
+        threads = [threading.Thread(target=work, args=(engine,), daemon=True) for engine in self._engines]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(self._section.sample_deadline_s + 60.0)
+        if errors:
+            raise errors[0]
+        if any(thread.is_alive() for thread in threads):
+            raise RolloutError(f"an engine did not return; pending rows: {queue.pending()[:32]}")
+        return queue.results()
+
+    @property
+    def version(self) -> int:
+        """Weight version that every engine holds; the oldest while they differ."""
+        return min(engine.version for engine in self._engines)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Into every engine. Several engines need the stream several times: the tensors are kept by reference."""
+        stream = weights if len(self._engines) == 1 else list(weights)
+        for engine in self._engines:
+            engine.load_weights(stream, version)
+
+    def sleep(self) -> None:
+        """Free the engines' memory."""
+        for engine in self._engines:
+            engine.sleep()
+
+    def wake(self) -> None:
+        """Ready to generate again."""
+        for engine in self._engines:
+            engine.wake()
+
+    def abort(self) -> None:
+        """End a running rollout soon, from any thread: its samples are returned as they are."""
+        self._aborted.set()
+        for engine in self._engines:
+            engine.abort()
+
+
+def _serve(engine: RolloutEngine, queue: WorkQueue) -> None:
+    """Let one engine work on the queue; engines without `serve` get a share at a time."""
+    serve = getattr(engine, "serve", None)
+    if serve is not None:
+        serve(queue)
+        return
+    while indices := queue.pull(1 << 30):
+        for index, generation in zip(indices, engine.generate([queue.requests[i] for i in indices])):
+            queue.finish(index, generation)
+
+
+def _fail(episode: Episode, error: Exception) -> None:
+    if isinstance(error, DocklandsError) and not isinstance(error, EnvError):
+        raise error
+    text = " ".join(str(error).split())[:300]
+    episode.error = f"env_error: {text if isinstance(error, EnvError) else f'{type(error).__name__}: {text}'}"
+    episode.done = True
+
+
+def _run(play: Coroutine[Any, Any, None]) -> None:
+    """Drive the environments: on this thread, or on a thread of its own when a loop runs here already."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(play)
+        return
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            asyncio.run(play)
+        except BaseException as error:  # handed to the caller below
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,302 @@
+"""The native generation engine: continuous batching over a paged KV cache, on the trainer's own modules.
+
+Legend: R rows of a step (padded), P prompts, T packed tokens, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from docklands.config.schema import RolloutSection
+from docklands.core.fields import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP
+from docklands.core.protocols import Generation, Request
+from docklands.errors import MissingWeight, RolloutError, ShapeMismatch
+from docklands.models import CausalLM, ModelConfig
+from docklands.models.build import allocate
+from docklands.rollout.attention import DecodeAttention, PromptAttention
+from docklands.rollout.capacity import cache_pages, check_requests
+from docklands.rollout.decoder import Decoder, decoder_for
+from docklands.rollout.kv_cache import NULL_PAGE, PagedCache
+from docklands.rollout.queue import WorkQueue
+from docklands.rollout.running import Prompt, RunningBatch
+from docklands.rollout.sampling import Choice, Sampler, uniforms
+from docklands.rollout.scheduler import Scheduler
+
+log = logging.getLogger("docklands.rollout")
+PREFILL_TOKENS = 4096
+
+
+class NativeEngine:
+    """Generates with one set of weights at a time; see core.protocols.RolloutEngine.
+
+    `load_weights` before the first `generate`. One `generate` at a time; `abort` and `load_weights` may come from other
+    threads meanwhile: new weights take effect at the next token, for running sequences too, and every token says
+    which version made it.
+
+    A sample's tokens and log-probabilities depend on its prompt, sampling, seed and the weights alone: not on what else
+    is in the batch, on the order, or on preemptions.
+    """
+
+    def __init__(
+        self, config: ModelConfig, rollout: RolloutSection, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
+        self.config, self.version = config, -1
+        self._section, self._dtype, self._device = rollout, dtype, device
+        self._model = allocate(CausalLM, config, dtype, device)
+        self._decoder: Decoder | None = None
+        self._cache: PagedCache | None = None
+        self._sampler = Sampler()
+        self._scheduler: Scheduler | None = None
+        self._asleep = False
+        self._complete = False
+        self._abort = threading.Event()
+        self._step_lock = threading.RLock()
+        self._serving = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    # --- weights and memory ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy our named parameters in place and start `version`; prompts in the cache are forgotten.
+
+        MissingWeight names a parameter that did not come, or that the model does not have; ShapeMismatch both shapes.
+        After such an error the engine refuses to generate until a complete set has come.
+        """
+        with self._step_lock:
+            self._complete = False
+            wanted = dict(self._model.named_parameters())
+            tied = {spec.name for spec in self._model.table if spec.tied_to is not None}
+            for name, tensor in weights:
+                if name in tied:
+                    continue
+                target = wanted.pop(name, None)
+                if target is None:
+                    raise MissingWeight(f"weight {name!r} came twice, or the generator does not have it")
+                if target.shape != tensor.shape:
+                    raise ShapeMismatch(
+                        f"weight {name!r} came as {tuple(tensor.shape)}, the generator holds {tuple(target.shape)}"
+                    )
+                target.copy_(tensor)
+            if wanted:
+                raise MissingWeight(f"{len(wanted)} weights did not come, first {next(iter(wanted))!r}")
+            self._decoder = None  # prepared weights are copies: made again at the next use
+            if self._scheduler is not None:
+                self._scheduler.forget_prompts()
+            self.version, self._complete = version, True
+
+    def sleep(self) -> None:
+        """Free the KV cache and the prepared weights. RolloutError while generating."""
+        if not self._serving.acquire(blocking=False):
+            raise RolloutError("sleep while generating", "abort first, or wait for generate to return")
+        with self._step_lock:
+            self._decoder = self._cache = None
+            self._asleep = True
+        self._serving.release()
+
+    def wake(self) -> None:
+        """Ready to generate again; memory is taken at the next use."""
+        self._asleep = False
+
+    def abort(self) -> None:
+        """End a running `generate` soon, from any thread: every sample returns FINISH_ABORT with what it has."""
+        if self._serving.locked():
+            self._abort.set()
+
+    # --- generation --------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """All samples, in request order. RolloutError: an impossible request, or the deadline (names the pending)."""
+        queue = WorkQueue(requests)
+        self.serve(queue)
+        return queue.results()
+
+    @torch.inference_mode()
+    def serve(self, queue: WorkQueue) -> None:
+        """Generate what the queue hands out until it is empty; several engines may share one."""
+        if not self._serving.acquire(blocking=False):
+            raise RolloutError("generate while generating", "one call at a time: give the engine all requests at once")
+        try:
+            self._abort.clear()
+            self._open(queue)
+            deadline = time.monotonic() + self._section.sample_deadline_s
+            while self._iterate(queue):
+                if time.monotonic() > deadline:
+                    self._too_late(queue)
+        finally:
+            self._close()
+            self._serving.release()
+
+    def take_metrics(self) -> dict[str, tuple[float, float]]:
+        """(sum, count) of what was done since the last call, under the names of obs/names.py."""
+        counts, self._counts = self._counts, Counter()
+        found = {
+            f"rollout/{name}": (float(counts[name]), 1.0)
+            for name in ("prefill_tokens", "decode_tokens", "decode_steps", "preemptions", "aborted", "kv_blocks_peak")
+        }
+        return {**found, "rollout/batch_size": (float(counts["rows"]), float(max(1, counts["decode_steps"])))}
+
+    def _open(self, queue: WorkQueue) -> None:
+        with self._step_lock:
+            if self._asleep:
+                raise RolloutError("generate while asleep", "call wake first")
+            if not self._complete:
+                raise RolloutError("generate without a complete set of weights", "call load_weights first")
+            section = self._section
+            check_requests(queue.requests, self.config)
+            pages = cache_pages(queue.requests, section, self.config, self._dtype)
+            if self._cache is None or self._cache.pages < pages:
+                self._cache = None  # free the old one first
+                self._cache = PagedCache(self.config, pages, section.kv_block_tokens, self._dtype, self._device)
+            self._cache.peak = 0
+            self._scheduler = Scheduler(self._cache, queue.requests, section.max_batch)
+
+    def _close(self) -> None:
+        with self._step_lock:
+            if self._scheduler is not None and self._cache is not None:
+                self._scheduler.clear()
+                self._counts["preemptions"] += self._scheduler.preemptions
+                self._counts["kv_blocks_peak"] = max(self._counts["kv_blocks_peak"], self._cache.peak)
+            self._scheduler = None
+
+    def _iterate(self, queue: WorkQueue) -> bool:
+        """Admit, compute new prompts, one decode step. -> whether there is more to do."""
+        with self._step_lock:
+            scheduler = self._scheduler
+            assert scheduler is not None
+            if self._abort.is_set():
+                self._end_all(queue, scheduler)
+                return False
+            room = scheduler.running.room - len(scheduler.waiting)
+            if room > 0:
+                scheduler.enqueue(self._without_empty(queue, queue.pull(room)))
+            if self._decoder is None:
+                self._decoder = decoder_for(self._model)
+            if scheduler.waiting and scheduler.running.room:
+                rows, fresh = scheduler.admit(PREFILL_TOKENS)
+                if rows:
+                    self._prefill(fresh)
+                    self._retire(queue, scheduler, self._first_tokens(scheduler.running, np.array(rows)))
+            if scheduler.running.count:
+                scheduler.grow()
+                self._retire(queue, scheduler, self._decode(scheduler))
+            return bool(scheduler.running.count or scheduler.waiting or not queue.empty)
+
+    def _without_empty(self, queue: WorkQueue, indices: list[int]) -> list[int]:
+        """Samples of which no token is wanted are finished at once."""
+        for index in indices:
+            if queue.requests[index].sampling.max_tokens == 0:
+                queue.finish(index, Generation([], [], [], FINISH_LENGTH, queue.requests[index].request_id))
+        return [index for index in indices if queue.requests[index].sampling.max_tokens > 0]
+
+    def _prefill(self, prompts: list[Prompt]) -> None:
+        """Compute the prompts, packed; keys and values into their pages, last hidden states kept."""
+        if not prompts:
+            return
+        assert self._cache is not None and self._decoder is not None
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        total = sum(lengths)
+        padding = -(-self._decoder.rows(total) // 64) * 64 - total
+        offsets = np.concatenate([np.arange(n) for n in (*lengths, padding)])
+        size = self._cache.page_tokens
+        pages = np.full(total + padding, NULL_PAGE, np.int64)
+        pages[:total] = np.concatenate([p.pages[np.arange(n) // size] for p, n in zip(prompts, lengths)])
+        tokens = np.zeros(total + padding, np.int64)
+        tokens[:total] = np.concatenate([p.tokens for p in prompts])
+        attend = PromptAttention(self._cache, self._cache.slots(pages, offsets % size), [*lengths, padding])
+        hidden_TD = self._decoder.hidden(self._tensor(tokens), self._tensor(offsets), attend)
+        self._cache.reveal(pages[:total], offsets[:total] % size)
+        for prompt, end in zip(prompts, np.cumsum(lengths)):
+            prompt.hidden = hidden_TD[end - 1].clone()
+        self._counts["prefill_tokens"] += total
+
+    def _first_tokens(self, running: RunningBatch, rows: np.ndarray) -> np.ndarray:
+        """Draw the first token of new rows from their prompts' last hidden states. -> finished rows."""
+        assert self._decoder is not None
+        prompts = list({id(running.prompts[row]): running.prompts[row] for row in rows}.values())
+        hidden_PD = torch.stack([prompt.hidden for prompt in prompts])  # type: ignore[misc]
+        padded = self._decoder.rows(len(prompts)) - len(prompts)
+        logits_PV = self._decoder.logits(torch.cat([hidden_PD, hidden_PD.new_zeros(padded, hidden_PD.shape[1])]))
+        where = {id(prompt): i for i, prompt in enumerate(prompts)}
+        index = self._tensor(np.array([where[id(running.prompts[row])] for row in rows]))
+        return self._draw(running, rows, logits_PV.index_select(0, index))
+
+    def _decode(self, scheduler: Scheduler) -> np.ndarray:
+        """Feed every row's last token, draw its next. -> finished rows."""
+        assert self._cache is not None and self._decoder is not None
+        running, cache = scheduler.running, self._cache
+        scheduler.compact()
+        rows = np.arange(running.count)
+        padded = self._decoder.rows(len(rows))
+        stored = running.made[rows] - 1
+        tokens, positions = np.zeros((2, padded), np.int64)
+        tokens[rows], positions[rows] = running.last[rows], running.prompt_length[rows] + stored
+        pages, offsets = np.full(padded, NULL_PAGE, np.int64), np.arange(padded) % cache.page_tokens
+        column, offset = np.divmod(stored, cache.page_tokens)
+        pages[rows], offsets[rows] = running.own[rows, column], offset
+        cache.reveal(pages[rows], offsets[rows])
+        slots = cache.slots(pages, offsets)
+        attend = DecodeAttention(cache, running.row_pages(), padded, self.config.num_heads, slots)
+        hidden_RD = self._decoder.hidden(self._tensor(tokens), self._tensor(positions), attend)
+        self._counts["decode_steps"] += 1
+        self._counts["rows"] += len(rows)
+        return self._draw(running, rows, self._decoder.logits(hidden_RD))
+
+    def _draw(self, running: RunningBatch, rows: np.ndarray, logits_RV: Tensor) -> np.ndarray:
+        """Sample one token for each of `rows` from the first rows of the logits. -> finished rows."""
+        choice = Choice(
+            running.temperature[rows],
+            running.top_k[rows],
+            running.top_p[rows],
+            uniforms(running.seed[rows], running.made[rows]),
+            running.banned(rows),
+        )
+        tokens, logprobs = self._sampler(logits_RV, choice)
+        done = running.append(rows, tokens, logprobs, self.version)
+        self._counts["decode_tokens"] += len(rows)
+        return rows[done]
+
+    def _retire(self, queue: WorkQueue, scheduler: Scheduler, rows: np.ndarray) -> None:
+        """Hand finished rows back."""
+        if not len(rows):
+            return
+        for row in rows.tolist():
+            finish = FINISH_STOP if scheduler.running.stopped(row) else FINISH_LENGTH
+            self._hand_back(queue, scheduler.running, row, finish)
+        scheduler.release(rows)
+
+    def _hand_back(self, queue: WorkQueue, running: RunningBatch, row: int, finish: int) -> None:
+        index = int(running.index[row])
+        queue.finish(index, running.generation(row, finish, queue.requests[index].request_id))
+
+    def _end_all(self, queue: WorkQueue, scheduler: Scheduler) -> None:
+        """Abort: running samples keep what they have, the others have nothing."""
+        for row in range(scheduler.running.count):
+            self._hand_back(queue, scheduler.running, row, FINISH_ABORT)
+        rest = list(scheduler.waiting)
+        while found := queue.pull(1 << 30):
+            rest += found
+        for index in rest:
+            queue.finish(index, Generation([], [], [], FINISH_ABORT, queue.requests[index].request_id))
+        self._counts["aborted"] += scheduler.running.count + len(rest)
+
+    def _too_late(self, queue: WorkQueue) -> None:
+        queue.close()
+        pending, limit = queue.pending(), self._section.sample_deadline_s
+        more = " ..." if len(pending) > 32 else ""
+        raise RolloutError(
+            f"{len(pending)} of {len(queue.requests)} samples are not finished after {limit:g} s; "
+            f"pending request ids: {pending[:32]}{more}",
+            "raise rollout.sample_deadline_s, or lower rollout.max_response_tokens",
+        )
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
