@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from docklands.core.batch import Batch
@@ -111,6 +112,35 @@ async def admit_all(dock: Dock, groups: int, first: int = 0) -> None:
             return
         await dock.admit(group(index))
     await dock.end_of_prompts()
+
+
+async def step(dock: Dock) -> Rows:
+    """Every stage once, up to the update's take."""
+    for of in dock.graph.upstream_of("update"):
+        await work(dock, of, await dock.take(of))
+    return await dock.take(dock.graph["update"])
+
+
+async def admit(dock: Dock, *indices: int) -> None:
+    """Groups by index."""
+    for index in indices:
+        await dock.admit(group(index))
+
+
+async def raised(kind: type[Exception], call: Coroutine[Any, Any, Any]) -> Exception:
+    """The error that `call` must raise."""
+    with pytest.raises(kind) as caught:
+        await call
+    return caught.value
+
+
+async def started(graph: Graph = PLAIN, groups: int = 2, **more: Any) -> Dock:
+    """A dock with groups that have been through rollout."""
+    dock = Dock(graph, options(groups, **more))
+    for index in range(groups):
+        await dock.admit(group(index))
+    await work(dock, graph["rollout"], await dock.take(graph["rollout"]))
+    return dock
 
 
 Drops = Callable[[str, Rows], dict[int, str]]

@@ -17,25 +17,25 @@ from docklands.rollout import NativeEngine, sample_seed
 CHARACTERS = "0123456789+-*=<>/ abcdefghijklmnopqrstuvwxyz"
 
 FAMILIES = {
-    "qwen2": dict(architecture="Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": dict(architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=24),
-    "llama": dict(architecture="LlamaForCausalLM", tie_embeddings=True, num_kv_heads=3),
+    "qwen2": {"architecture": "Qwen2ForCausalLM", "qkv_bias": True},
+    "qwen3": {"architecture": "Qwen3ForCausalLM", "qk_norm": True, "head_dim": 24},
+    "llama": {"architecture": "LlamaForCausalLM", "tie_embeddings": True, "num_kv_heads": 3},
 }
 
 
 def config(family: str = "qwen2", **changes: object) -> ModelConfig:
     """A tiny config with a query-head size that differs from D / N where the family allows."""
-    values = dict(
-        vocab_size=len(CHARACTERS) + 2,
-        hidden_size=48,
-        num_layers=2,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=8,
-        intermediate_size=80,
-        init_std=0.08,
-        max_positions=512,
-    )
+    values = {
+        "vocab_size": len(CHARACTERS) + 2,
+        "hidden_size": 48,
+        "num_layers": 2,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 80,
+        "init_std": 0.08,
+        "max_positions": 512,
+    }
     return ModelConfig(**{**values, **FAMILIES[family], **changes})  # type: ignore[arg-type]
 
 

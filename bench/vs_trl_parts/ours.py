@@ -29,10 +29,9 @@ from docklands.run.loop import train  # noqa: E402
 from docklands.run.prompts import Prompts  # noqa: E402
 
 STAGES = {
-    "generate": "timing_s/gen",
-    "logprobs": "timing_s/ref",
+    "generate": "timing_s/rollout",
+    "logprobs": "timing_s/ref_logprobs",
     "update": "timing_s/update_actor",
-    "publish": "timing_s/reshard",
     "reward": "timing_s/reward",
     "reward_mean": "critic/rewards/mean",
     "prompt_tokens": "prompt_length/mean",
@@ -124,8 +123,9 @@ async def run(config: Config, sources: Any, case: Case, spec: Spec) -> dict[str,
     finally:
         run.close()
         sinks.close()
-    lines = [json.loads(line) for line in Path(run_dir.metrics).read_text().splitlines()]
-    result = {"steps": [{ours: line.get(name, 0.0) for ours, name in STAGES.items()} for line in lines]}
+    lines = [json.loads(line)["metrics"] for line in Path(run_dir.metrics).read_text().splitlines()]
+    stages = {ours: name for ours, name in STAGES.items() if case.kl_coef or ours != "logprobs"}
+    result = {"steps": [{"logprobs": 0.0} | {ours: line[name] for ours, name in stages.items()} for line in lines]}
     turns.end(result)
     return result
 

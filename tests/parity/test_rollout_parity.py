@@ -1,4 +1,4 @@
-"""Generation against two references: transformers.generate (greedy tokens) and the trainer's forward pass (log-probs)."""
+"""Generation against transformers.generate (greedy tokens) and the trainer's forward pass (log-probs)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests import rollout_cases as cases
 
 from docklands import kernels, models
 from docklands.config.schema import RolloutSection
@@ -13,7 +14,6 @@ from docklands.core.protocols import Request, Sampling
 from docklands.models import PackedCausal
 from docklands.rollout import NativeEngine, sample_seed
 from docklands.rollout.decoder import DenseDecoder, ModelDecoder
-from tests import rollout_cases as cases
 
 
 @pytest.mark.slow

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.dock_parts import FILTERED, GROUP, group, options, rows_of, written
 
 from docklands.core.protocols import Outcome, Rows
 from docklands.core.stage import Stage
 from docklands.dock import Dock
-from tests.dock_parts import FILTERED, GROUP, group, options, rows_of, written
 
 STAGES = {stage.name: stage for stage in FILTERED.stages}
 NAMES = list(STAGES)
@@ -207,9 +208,9 @@ class DockMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 10**6), groups=st.integers(1, 3))
     def take(self, pick, groups):
         """A stage that has something to take."""
-        able = [name for name in NAMES if self.expected(name, self.size(name, groups))]
-        if able:
-            self.take_rows(able[pick % len(able)], self.size(able[pick % len(able)], groups))
+        if able := [name for name in NAMES if self.expected(name, self.size(name, groups))]:
+            name = able[pick % len(able)]
+            self.take_rows(name, self.size(name, groups))
 
     def take_rows(self, stage: str, groups: int) -> Held | None:
         expected = self.expected(stage, groups)
@@ -263,7 +264,7 @@ class DockMachine(RuleBasedStateMachine):
             self.settle()
         if crash:
             return
-        self.run(self.dock.finish(held.rows, Outcome({i: "bad luck: of the draw" for i in dropped})))
+        self.run(self.dock.finish(held.rows, Outcome(dict.fromkeys(dropped, "bad luck: of the draw"))))
         self.acknowledge(held, dropped)
         self.held.remove(held)
         self.settle()
@@ -303,7 +304,8 @@ class DockMachine(RuleBasedStateMachine):
     def time_passes(self, seconds):
         """Readers that took too long lose their rows."""
         self.now += seconds
-        self.run(self.tick())
+        self.loop.call_soon(self.dock._on_timer)  # the timer itself runs by the real clock
+        self.run(asyncio.sleep(0))
         for held in self.held:
             if held.live and held.deadline <= self.now:
                 held.live = False
@@ -311,10 +313,6 @@ class DockMachine(RuleBasedStateMachine):
                     if i in self.rows and self.rows[i].state[held.stage] == held.rows.lease:
                         self.rows[i].state[held.stage] = "free"
         self.settle()
-
-    async def tick(self):
-        """The timer's work; the loop's own timer runs by the real clock."""
-        self.dock._on_timer()
 
     @precondition(lambda self: any(h.live for h in self.held))
     @rule(pick=st.integers(0, 10**6), drop=st.sampled_from([0, 1]))
@@ -324,13 +322,9 @@ class DockMachine(RuleBasedStateMachine):
         old = live[pick % len(live)]
         self.time_passes(seconds=70.0)
         new = self.take_rows(old.stage, self.prompts)
-        for held in [old, new] if pick % 2 else [new, old]:
-            if held is None:
-                continue
-            if held.stage == "update":
-                self.retire_rows(held)
-            else:
-                self.process(held, self.choose(held, pick, drop))
+        for held in filter(None, [old, new] if pick % 2 else [new, old]):
+            drops = self.choose(held, pick, drop)
+            self.retire_rows(held) if held.stage == "update" else self.process(held, drops)
 
     @precondition(lambda self: self.rows)
     @rule()
@@ -391,8 +385,7 @@ class DockMachine(RuleBasedStateMachine):
                 return None
             return None if task.exception() else task.result()
 
-        rows = self.run(attempt())
-        if rows is None:
+        if (rows := self.run(attempt())) is None:
             return
         for i in rows.row_ids.tolist():
             self.rows[i].state[name] = self.rows[i].lease[name] = rows.lease
@@ -401,5 +394,5 @@ class DockMachine(RuleBasedStateMachine):
         self.retire_rows(held) if name == "update" else self.process(held, set())
 
 
-TestDockMachine = DockMachine.TestCase
+TestDockMachine = pytest.mark.slow(DockMachine.TestCase)
 TestDockMachine.settings = settings(max_examples=60, stateful_step_count=60)

@@ -1,4 +1,4 @@
-"""The engine as a whole: limits, stops, independence from the batch, pressure on the cache, weights, abort, deadlines."""
+"""The engine: limits, stops, independence from the batch, a full cache, weights, abort, deadlines."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 
 import pytest
 import torch
+from tests import rollout_cases as cases
 
 from docklands.core.fields import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP
 from docklands.core.protocols import Generation, Request, Sampling
 from docklands.errors import MissingWeight, RolloutError, ShapeMismatch
 from docklands.rollout import NativeEngine, sample_seed
 from docklands.rollout.queue import WorkQueue
-from tests import rollout_cases as cases
 
 
 def key(generation: Generation) -> tuple[object, ...]:
@@ -97,7 +97,7 @@ def test_a_cache_too_small_for_all_still_serves_all(tokens: int) -> None:
     assert [key(g) for g in engine.generate(requests)] == want
     metrics = engine.take_metrics()
     assert metrics["rollout/kv_blocks_peak"][0] <= tokens // 16
-    assert 0 < metrics["rollout/preemptions"][0] < 2 * len(requests)  # pressure, but no thrashing
+    assert 0 < metrics["rollout/preemptions"][0] < 3 * len(requests)  # pressure, but no thrashing
     assert engine._cache is not None and engine._cache.used == 0
 
 

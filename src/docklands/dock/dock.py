@@ -241,7 +241,7 @@ class Dock:
         """After every change: free, look for rest, wake whoever may go on, find out whether the run has failed."""
         self._exchange.settle()
         if self._failure is None:
-            self._failure = self._exchange.too_many_dropped()
+            self._failure = self._exchange.ledger.too_many_dropped()
         if self._failure is not None:
             return self._waits.wake_all()
         for name, controller in self._exchange.transport.controllers.items():

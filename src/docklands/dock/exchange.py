@@ -25,7 +25,7 @@ from docklands.dock.messages import Notice, Want
 from docklands.dock.options import DockOptions
 from docklands.dock.table import unique_ids
 from docklands.dock.transport import LocalTransport
-from docklands.errors import DockError, RowGone, TooManyDropped, UnknownField
+from docklands.errors import DockError, RowGone, UnknownField
 
 
 class Exchange:
@@ -55,10 +55,11 @@ class Exchange:
         if self.ledger.ended:
             raise DockError(f"group {group_id} is admitted after the end of prompts")
         place = np.full(len(batch), self.ledger.next_place, np.int32)
-        if not self.has_slot or not self.transport.has_room(self.transport.plan(batch, place)):
+        parts = self.transport.plan(batch, place) if self.has_slot else []
+        if not parts or not self.transport.has_room(parts):
             return False
         self.transport.announce(self.ledger.admit(batch.row_ids, group_id))
-        self.transport.write(self.transport.plan(batch, place))
+        self.transport.write(parts)
         return True
 
     def _checked_group(self, batch: Batch) -> Batch:
@@ -274,16 +275,3 @@ class Exchange:
         for controller in controllers:
             if controller.stage != UPDATE or self.ledger.closing:
                 controller.allow_short()
-
-    def too_many_dropped(self) -> TooManyDropped | None:
-        """The error that ends a run whose groups are lost faster than they are trained."""
-        limit, reasons = self.options.max_dropped_groups_per_step, self.ledger.dropped_since_retire
-        lost = sum(reasons.values())
-        if not limit or lost <= limit:
-            return None
-        counts = ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items(), key=lambda item: -item[1]))
-        return TooManyDropped(
-            f"{lost} groups were dropped since the last step, at most {limit} are allowed: {counts}",
-            "every sample of a group failed or was filtered; make the task easier, look at the reward, or raise "
-            "algorithm.max_dropped_groups",
-        )

@@ -18,7 +18,7 @@ import torch
 from docklands.dock.messages import Admission
 from docklands.dock.options import DockOptions
 from docklands.dock.table import RowTable
-from docklands.errors import CheckpointError, DockError
+from docklands.errors import CheckpointError, DockError, TooManyDropped
 
 REMEMBERED = 65_536
 """Of the rows that left while a reader might still write to them, so many are remembered: a late write is no error."""
@@ -153,6 +153,19 @@ class Ledger:
             name = short_reason(next(reasons[row] for row in group.row_ids.tolist() if row in reasons))
             self.dropped_since_retire[name] = self.dropped_since_retire.get(name, 0) + 1
         return len(lost)
+
+    def too_many_dropped(self) -> TooManyDropped | None:
+        """The error that ends a run whose groups are lost faster than they are trained."""
+        limit, reasons = self.options.max_dropped_groups_per_step, self.dropped_since_retire
+        lost = sum(reasons.values())
+        if not limit or lost <= limit:
+            return None
+        counts = ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items(), key=lambda item: -item[1]))
+        return TooManyDropped(
+            f"{lost} groups were dropped since the last step, at most {limit} are allowed: {counts}",
+            "every sample of a group failed or was filtered; make the task easier, look at the reward, or raise "
+            "algorithm.max_dropped_groups",
+        )
 
     def retire(self, row_ids: np.ndarray) -> np.ndarray:
         """Trained rows leave; the ids of those that were still in the flow."""

@@ -64,6 +64,7 @@ def eager_by_sample(pending: Iterable[GroupState], groups: int, exhausted: bool)
 
 
 def choose_sampler(by: By, deterministic: bool) -> Sampler:
+    """The sampler of a stage; the update's is exact in either mode."""
     if deterministic or by == "step":
         return exact
     return eager_by_sample if by == "sample" else eager_by_group

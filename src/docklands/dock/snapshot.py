@@ -84,6 +84,7 @@ def columns_of(exchange: Exchange) -> list[dict[str, Any]]:
 
 
 def column_from(saved: dict[str, Any]) -> Any:
+    """A column as `columns_of` saved it."""
     if "lengths" in saved:
         return Jagged(saved["values"], offsets_of(np.asarray(saved["lengths"])))
     return saved["values"]

@@ -19,7 +19,7 @@ class RowTable:
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
         self._data = {name: np.zeros(0, dtype) for name, dtype in {"row_id": np.int64, **dtypes}.items()}
-        self._grow(64)  # never empty: slot -1 (absent) must be an index that can be read
+        self._grow(4)  # never empty: slot -1 (absent) must be an index that can be read
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -67,7 +67,7 @@ class RowTable:
 
     def _grow(self, short: int) -> None:
         old = len(self._data["row_id"])
-        new = max(64, 2 * old, old + short)
+        new = max(2 * old, old + short)
         self._free.extend(range(new - 1, old - 1, -1))
         for name, array in self._data.items():
             bigger = np.zeros((new, *array.shape[1:]), array.dtype)

@@ -58,11 +58,13 @@ class Waits:
 
 
 def resolve(future: asyncio.Future[None]) -> None:
+    """Wake a sleeper, unless it has given up."""
     if not future.done():
         future.set_result(None)
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The loop that runs in this thread, if any."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -82,7 +82,8 @@ class Warehouse:
 
     def add(self, row_ids: np.ndarray) -> None:
         """Make place for new rows, without a column yet."""
-        self._rows["length"][self._rows.add(row_ids)] = UNKNOWN_LENGTH
+        slots = self._rows.add(row_ids)
+        self._rows["length"][slots] = UNKNOWN_LENGTH
 
     def plan(self, batch: Batch) -> list[Write]:
         """What a put of `batch` would add: cells that are already there are left out (the first write wins).
@@ -212,6 +213,7 @@ def settled(column: Column) -> Column:
 
 
 def keep(tensor: Tensor) -> Tensor:
+    """The tensor itself where it owns all of its storage, else a copy."""
     tensor = tensor.detach().cpu()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole and tensor.is_contiguous() else tensor.contiguous().clone()

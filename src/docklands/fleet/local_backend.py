@@ -21,6 +21,16 @@ from docklands.errors import DocklandsError
 from docklands.obs.spans import span
 
 
+TIMING = {
+    "rollout": "gen",
+    "old_logprobs": "old_log_prob",
+    "ref_logprobs": "ref",
+    "advantage": "adv",
+    "publish": "reshard",
+}
+"""Stage -> the name that the field's dashboards know it by; others are called as they are."""
+
+
 class Device:
     """One device of this process: a lock that is the lease, and the thread that does the work."""
 
@@ -71,21 +81,22 @@ class LocalRole:
     async def run(self, stage: Stage, rows: Rows) -> Outcome:
         """Fetch the columns that `stage` reads, compute, write back. Errors that are not ours keep their stage's name."""
         began = time.perf_counter()
+        self._beat(stage.name)
         with span(f"stage/{stage.name}", role=self.name, rows=len(rows)):
             batch = await self._dock.fetch(rows, stage.reads)
             result = as_result(await self._call(stage.run, batch), batch, stage)
             if result.batch is not None and len(result.batch):
                 await self._dock.put(result.batch)
         self._beat(stage.name)
-        took = {f"timing_s/{stage.name}": (time.perf_counter() - began, 1.0)}
-        if self._waited:
-            took[f"timing_s/{stage.name}/wait"] = (self._waited, 1.0)
+        name = TIMING.get(stage.name, stage.name)
+        took = {f"timing_s/{name}": (time.perf_counter() - began, 1.0), f"timing_s/{name}/wait": (self._waited, 1.0)}
         self._pending.append({**result.metrics, **took})
         return Outcome(dict(result.dropped), {**result.metrics, **took})
 
     async def update(self, learner: Learner, rows: Rows) -> Mapping[str, tuple[float, float]]:
         """One optimizer update on `rows`."""
         began = time.perf_counter()
+        self._beat(f"update/{learner.name}")
         with span(f"update/{learner.name}", role=self.name, rows=len(rows)):
             batch = await self._dock.fetch(rows, learner.reads)
             async with self.lease():
@@ -95,10 +106,12 @@ class LocalRole:
 
     async def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """Any other work on the role's device, under its lease."""
+        began = time.perf_counter()
+        self._beat(name)
         with span(name, role=self.name):
             async with self.lease():
                 result = await self.device.call(function, *args)
-        self._beat(name)
+        self._pending.append({f"timing_s/{TIMING.get(name, name)}": (time.perf_counter() - began, 1.0)})
         return result
 
     def drain(self) -> list[Mapping[str, tuple[float, float]]]:

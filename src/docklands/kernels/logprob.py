@@ -1,9 +1,11 @@
 """Log-probability of sampled tokens, and entropy, straight from hidden states: [T, V] logits never exist.
 
-Legend: T positions (only those that are wanted: callers select them first), D model, V vocabulary, C vocabulary chunk.
+Legend: T positions (only those that are wanted: callers select them first), D model, V vocabulary, C vocabulary chunk,
+Q chunks.
 
 logprob_t = z_t[target_t] - lse_t  with  z = hidden @ weight.T / temperature, lse = log sum exp z
-entropy_t = lse_t - sum_v p_tv z_tv
+entropy_t = -sum_v p_tv log p_tv, per chunk under the chunk's own softmax (lse_c), then over chunks with
+            w_c = exp(lse_c - lse): sum_c w_c (entropy_c + lse - lse_c). No term is negative, so none cancels.
 
 The pass is chunked over the vocabulary, not over tokens: each row block of the weight is then read once, and its
 gradient is written once instead of being accumulated chunk by chunk. Backward recomputes the chunk's logits.
@@ -15,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
 
 CHUNK_ELEMENTS = 1_048_576  # logits held at once: fp32 4 MiB, near a core's cache, measured up to 1.2x faster than 16
 MIN_CHUNK = 256  # rows of the vocabulary: below, the products lose more than the cache gains
@@ -58,10 +59,49 @@ def sampled_logprob(
     return (logprobs_T, entropy_T) if entropy else logprobs_T
 
 
-def _chunk_logits(hidden_TD: Tensor, weight_CD: Tensor, temperature: float) -> Tensor:
-    """fp32 logits [T, C] of one vocabulary chunk."""
-    z_TC = (hidden_TD @ weight_CD.t()).float()
-    return z_TC if temperature == 1.0 else z_TC.div_(temperature)
+class _Chunks:
+    """The logits of one vocabulary chunk after the other, in buffers that all of them share.
+
+    Fresh tensors per chunk would fragment the heap: the process then grew by more than the full logits take.
+    """
+
+    def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, temperature: float, rows: int) -> None:
+        self.hidden_TD, self.weight_VD, self.temperature = hidden_TD, weight_VD, temperature
+        self.rows = min(rows, len(weight_VD))
+        size = len(hidden_TD) * self.rows
+        self._product = torch.empty(size, dtype=hidden_TD.dtype, device=hidden_TD.device)
+        self._wide = torch.empty(size, dtype=torch.float32, device=hidden_TD.device)
+        self._scratch = torch.empty_like(self._wide)
+
+    @property
+    def starts(self) -> range:
+        return range(0, len(self.weight_VD), self.rows)
+
+    def _view(self, buffer: Tensor, columns: int) -> Tensor:
+        tokens = len(self.hidden_TD)
+        return buffer[: tokens * columns].view(tokens, columns)
+
+    def logits(self, start: int) -> Tensor:
+        """fp32 logits_TC from vocabulary row `start` on; valid until the next call."""
+        weight_CD = self.weight_VD[start : start + self.rows]
+        product_TC = self._view(self._product, len(weight_CD))
+        torch.mm(self.hidden_TD, weight_CD.t(), out=product_TC)
+        z_TC = product_TC if product_TC.dtype == torch.float32 else self.scratch(len(weight_CD), 0).copy_(product_TC)
+        return z_TC if self.temperature == 1.0 else z_TC.div_(self.temperature)
+
+    def scratch(self, columns: int, which: int = 1) -> Tensor:
+        """An fp32 [T, columns] buffer of undefined content."""
+        return self._view(self._scratch if which else self._wide, columns)
+
+    def narrow(self, z_TC: Tensor) -> Tensor:
+        """z_TC in the activation dtype; overwrites the product's buffer."""
+        return z_TC if z_TC.dtype == self._product.dtype else self._view(self._product, z_TC.shape[1]).copy_(z_TC)
+
+    @staticmethod
+    def columns(targets_T: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+        """(is the target in the chunk, its column there) per token."""
+        inside_T = (targets_T >= start) & (targets_T < start + width)
+        return inside_T, (targets_T - start).clamp_(0, width - 1)
 
 
 class _SampledLogprob(torch.autograd.Function):
@@ -70,21 +110,25 @@ class _SampledLogprob(torch.autograd.Function):
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, temperature: float, entropy: bool, rows: int
     ) -> tuple[Tensor, Tensor | None]:
         cast_VD = weight_VD.to(hidden_TD.dtype)
-        vocabulary, tokens = len(cast_VD), len(hidden_TD)
-        target_T = hidden_TD.new_zeros(tokens, dtype=torch.float32)
-        lses, means = [], []
-        for start in range(0, vocabulary, rows):
-            z_TC = _chunk_logits(hidden_TD, cast_VD[start : start + rows], temperature)
-            inside_T = (targets_T >= start) & (targets_T < start + z_TC.shape[1])
-            column_T = (targets_T - start).clamp_(0, z_TC.shape[1] - 1)
-            target_T = torch.where(inside_T, z_TC.gather(1, column_T[:, None]).squeeze(1), target_T)
-            lse_T = torch.logsumexp(z_TC, 1)
-            lses.append(lse_T)
-            if entropy:  # mean logit under the chunk's own softmax; the chunks are weighted together below
-                means.append(torch.linalg.vecdot((z_TC - lse_T[:, None]).exp_(), z_TC))
-        lse_QT = torch.stack(lses)
+        chunks = _Chunks(hidden_TD, cast_VD, temperature, rows)
+        target_T = hidden_TD.new_zeros(len(hidden_TD), dtype=torch.float32)
+        lse_QT = target_T.new_zeros(len(chunks.starts), len(hidden_TD))
+        entropy_QT = torch.zeros_like(lse_QT) if entropy else None
+        for i, start in enumerate(chunks.starts):
+            z_TC = chunks.logits(start)
+            inside_T, column_T = chunks.columns(targets_T, start, z_TC.shape[1])
+            target_T += z_TC.gather(1, column_T[:, None]).squeeze(1).mul_(inside_T)
+            _logsumexp(z_TC, chunks.scratch(z_TC.shape[1]), lse_QT[i])
+            if entropy_QT is not None:
+                logp_TC = z_TC.sub_(lse_QT[i, :, None])
+                p_TC = torch.exp(logp_TC, out=chunks.scratch(z_TC.shape[1]))
+                entropy_QT[i] = p_TC.mul_(logp_TC).sum(1).neg_()
         lse_T = torch.logsumexp(lse_QT, 0)
-        entropy_T = lse_T - ((lse_QT - lse_T).exp_() * torch.stack(means)).sum(0) if entropy else None
+        entropy_T = None
+        if entropy_QT is not None:
+            gap_QT = lse_T - lse_QT
+            entropy_T = ((-gap_QT).exp_() * (entropy_QT + gap_QT)).sum(0)
+        ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing in backward
         ctx.save_for_backward(hidden_TD, cast_VD, targets_T, lse_T, entropy_T)
         ctx.settings = temperature, rows, weight_VD.dtype
         return target_T - lse_T, entropy_T
@@ -93,28 +137,36 @@ class _SampledLogprob(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_TD, cast_VD, targets_T, lse_T, entropy_T = ctx.saved_tensors
         temperature, rows, weight_dtype = ctx.settings
-        grad_logprob_T, grad_entropy_T = grads
-        grad_T = (grad_logprob_T if grad_logprob_T is not None else torch.zeros_like(lse_T)) / temperature
-        grad_entropy_T = None if grad_entropy_T is None else grad_entropy_T / temperature
+        grad_T = (grads[0] if grads[0] is not None else torch.zeros_like(lse_T)) / temperature
+        grad_entropy_T = None if grads[1] is None else grads[1] / temperature
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=torch.float32) if need_hidden else None
         grad_weight_VD = torch.empty_like(cast_VD, dtype=weight_dtype) if need_weight else None
-        for start in range(0, len(cast_VD), rows):
+        chunks = _Chunks(hidden_TD, cast_VD, temperature, rows)
+        for start in chunks.starts:
             weight_CD = cast_VD[start : start + rows]
-            z_TC = _chunk_logits(hidden_TD, weight_CD, temperature).sub_(lse_T[:, None])  # now log p
+            logp_TC = chunks.logits(start).sub_(lse_T[:, None])
             if grad_entropy_T is None:
-                grad_z_TC = z_TC.exp_().mul_(-grad_T[:, None])
+                grad_z_TC = logp_TC.exp_().mul_(-grad_T[:, None])
             else:  # dH/dz = -p (log p + H)
-                factor_TC = (z_TC + entropy_T[:, None]).mul_(grad_entropy_T[:, None]).add_(grad_T[:, None]).neg_()
-                grad_z_TC = z_TC.exp_().mul_(factor_TC)
-            inside_T = (targets_T >= start) & (targets_T < start + grad_z_TC.shape[1])
-            column_T = (targets_T - start).clamp_(0, grad_z_TC.shape[1] - 1)
-            grad_z_TC.scatter_add_(1, column_T[:, None], torch.where(inside_T, grad_T, 0.0)[:, None])
-            grad_z_TC = grad_z_TC.to(cast_VD.dtype)
+                factor_TC = torch.add(logp_TC, entropy_T[:, None], out=chunks.scratch(len(weight_CD)))
+                factor_TC.mul_(-grad_entropy_T[:, None]).sub_(grad_T[:, None])
+                grad_z_TC = logp_TC.exp_().mul_(factor_TC)
+            inside_T, column_T = chunks.columns(targets_T, start, len(weight_CD))
+            grad_z_TC.scatter_add_(1, column_T[:, None], (grad_T * inside_T)[:, None])
+            narrow_TC = chunks.narrow(grad_z_TC)
             if grad_hidden_TD is not None:
-                grad_hidden_TD += grad_z_TC @ weight_CD
+                grad_hidden_TD += narrow_TC @ weight_CD
             if grad_weight_VD is not None:
-                grad_weight_VD[start : start + rows] = grad_z_TC.t() @ hidden_TD
+                grad_weight_VD[start : start + rows] = narrow_TC.t() @ hidden_TD
         if grad_hidden_TD is not None:
             grad_hidden_TD = grad_hidden_TD.to(hidden_TD.dtype)
         return grad_hidden_TD, grad_weight_VD, None, None, None, None
+
+
+def _logsumexp(z_TC: Tensor, scratch_TC: Tensor, out_T: Tensor) -> None:
+    """Log of the sum of exp over the chunk, into out_T. A row of -inf alone gives -inf."""
+    most_T = z_TC.amax(1).clamp_(min=torch.finfo(torch.float32).min)
+    torch.sub(z_TC, most_T[:, None], out=scratch_TC).exp_()
+    torch.sum(scratch_TC, 1, out=out_T)
+    out_T.log_().add_(most_T)

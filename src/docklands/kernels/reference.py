@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-
 class _Linear(torch.autograd.Function):
     """F.linear with the weight cast to the activation's dtype, its gradient in its own."""
 

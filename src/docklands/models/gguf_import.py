@@ -152,7 +152,7 @@ def _with_rope_factors(config: ModelConfig, names: dict[str, Any], path: Path) -
     """llama3 rotary scaling: the file holds the divisors only, so the rule behind them is recovered and checked."""
     if ROPE_FACTORS not in names:
         return config
-    divisors = torch.from_numpy(_dequantised(names[ROPE_FACTORS], path)).flatten()
+    divisors = torch.tensor(_dequantised(names[ROPE_FACTORS], path)).flatten()
     rule = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     scaled = ModelConfig(**{**vars(config), "rope_scaling": {"factor": float(divisors.max()), **rule}})
     expected = inverse_frequencies(config) / inverse_frequencies(scaled)

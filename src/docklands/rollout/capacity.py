@@ -51,7 +51,7 @@ def cache_pages(requests: Sequence[Request], section: RolloutSection, config: Mo
     else:
         shared = sorted({r.prompt: n for r, n in zip(requests, prompt)}.values(), reverse=True)
         wanted = sum(sorted(own, reverse=True)[: section.max_batch]) + sum(shared[: section.max_batch])
-        spare = -(-section.max_batch // 8) + 1  # headroom that admission keeps
+        spare = section.max_batch // 4 + 2  # headroom that admission keeps
         page_bytes = config.kv_bytes_per_token * dtype.itemsize * size
         pages = min(wanted + spare + 1, max(2, int(MEMORY_FRACTION * free_memory()) // page_bytes))
     for request, mine, shared_pages in zip(requests, own, prompt):

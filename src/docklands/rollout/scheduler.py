@@ -54,7 +54,7 @@ class Scheduler:
             if prompt is None and fresh and len(tokens) > budget:
                 break
             need = 1 if prompt else self.cache.pages_for(len(tokens)) + 1
-            spare = (self.running.count + 7) // 8  # sequences that will soon begin a page
+            spare = len(rows) + (self.running.count + 3) // 4  # pages that new rows, and some old ones, soon begin
             if not self._make_room(need + spare, keep=tokens) and (
                 self.running.count or not self._make_room(need, tokens)
             ):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from docklands import device as devices
 from docklands import models
 from docklands.algorithms import build_algorithm
 from docklands.algorithms.base import Algorithm
-from docklands.config.load import resolved_yaml
 from docklands.config.paths import resolve_model_path
 from docklands.config.schema import Config, OptimSection
+from docklands.config.summary import arithmetic
 from docklands.core.batch import Batch
 from docklands.core.graph import Graph
 from docklands.core.protocols import Sampling
@@ -81,8 +80,11 @@ def build_parts(config: Config) -> Parts:
     return Parts(config, tokenizer, algorithm, where, path)
 
 
-def build(config: Config, run_dir: RunDir, sinks: Sinks, say: Callable[[str], None] = lambda _: None) -> Run:
-    """A run that stands ready at step 0. Call inside an event loop."""
+def build(config: Config, run_dir: RunDir, sinks: Sinks, show: Callable[[str], None] = lambda _: None) -> Run:
+    """A run that stands ready at step 0. Call inside an event loop.
+
+    show  told the name of each stage as it begins and ends
+    """
     parts = build_parts(config)
     graph = parts.algorithm.graph()
     source, held_out = open_splits(config.data, config.eval, config.run.seed)
@@ -91,8 +93,12 @@ def build(config: Config, run_dir: RunDir, sinks: Sinks, say: Callable[[str], No
     dock = Dock(graph, dock_options(config))
     recorder = SampleRecorder(config.obs.samples_per_step)
     watchdog = Watchdog(config.run.watchdog_s, dock.describe, run_dir.watchdog)
-    fleet = build_fleet(parts, graph, dock, watchdog.beat)
-    say(headline(parts, graph))
+
+    def beat(stage: str) -> None:
+        watchdog.beat(stage)
+        show(stage)
+
+    fleet = build_fleet(parts, graph, dock, beat)
     return Run(
         config=config,
         algorithm=parts.algorithm,
@@ -149,7 +155,8 @@ def load_model(parts: Parts, path: Path, value: bool = False) -> Any:
     return load(path, dtype=torch.float32, device=parts.device)
 
 
-def train_engine(parts: Parts, path: str, optim: OptimSection, value: bool = False, trainable: bool = True) -> TrainEngine:
+def train_engine(parts: Parts, path: str, optim: OptimSection | None, value: bool = False) -> TrainEngine:
+    """`optim` None: frozen."""
     config = parts.config
     return TrainEngine(
         load_model(parts, resolve_model_path(path) if path else parts.model_path, value),
@@ -158,7 +165,6 @@ def train_engine(parts: Parts, path: str, optim: OptimSection, value: bool = Fal
         temperature=config.rollout.temperature if "rollout" in parts.algorithm.graph().roles else 1.0,
         max_tokens=config.rollout.max_response_tokens,
         total_updates=config.run.steps * config.updates_per_step,
-        trainable=trainable,
     )
 
 
@@ -176,9 +182,7 @@ RESOURCES: Mapping[str, Callable[[Parts], Any]] = {
     "rollout": rollout_worker,
     "reward": lambda parts: build_scorer(parts.config.reward),
     "actor": lambda parts: train_engine(parts, "", parts.config.train.optim),
-    "reference": lambda parts: train_engine(
-        parts, parts.config.reference.path, parts.config.train.optim, trainable=False
-    ),
+    "reference": lambda parts: train_engine(parts, parts.config.reference.path, None),
     "critic": lambda parts: train_engine(parts, parts.config.critic.path, parts.config.critic.optim, value=True),
     "advantage": lambda parts: parts.algorithm,
     "data": lambda parts: Demonstrator(parts.tokenizer, parts.config.rollout.max_response_tokens),
@@ -213,15 +217,11 @@ def build_evaluation(parts: Parts, held_out: Source | None) -> Evaluation | None
     return Evaluation(name, Batch.concat(groups), eval_sampling(config, parts.tokenizer))
 
 
-def headline(parts: Parts, graph: Graph) -> str:
+def headline(config: Config, graph: Graph) -> str:
     """What will be done, in numbers (pitfall 36)."""
-    config = parts.config
-    shape = models.read_config(parts.model_path)
-    prompts, group = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
-    updates = config.updates_per_step
+    shape = models.read_config(resolve_model_path(config.model.path))
     return (
-        f"{config.algorithm.name} · {shape.num_params() / 1e6:.1f} M parameters · {config.run.steps} steps of "
-        f"{prompts} prompts x {group} = {config.samples_per_step} samples -> {updates} update"
-        f"{'s' if updates > 1 else ''} x {config.samples_per_update}\n"
+        f"{config.algorithm.name} · {shape.num_params / 1e6:.1f} M parameters · {config.run.steps} steps of "
+        f"{arithmetic(config)}\n"
         f"{' -> '.join(stage.name for stage in graph.stages)}"
     )

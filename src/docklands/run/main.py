@@ -21,7 +21,7 @@ from docklands.obs.rundir import RunDir
 from docklands.obs.sinks import JsonlSink, Sink, Sinks, TensorBoardSink, WandbSink
 from docklands.obs.spans import SpanRecorder, recording
 from docklands.run import resume as resuming
-from docklands.run.build import build
+from docklands.run.build import build, headline
 from docklands.run.loop import train
 from docklands.run.report import write_report
 from docklands.run.session import Run
@@ -50,7 +50,9 @@ async def run_training(config: Config, run_dir: RunDir, console: ConsoleSink, re
     """Build, resume if asked, train, say what came of it."""
     began = time.monotonic()
     sinks = open_sinks(config, run_dir, console)
-    run = build(config, run_dir, sinks, console.say)
+    run = build(config, run_dir, sinks, console.stage)
+    console.say(headline(config, run.graph))
+    console.start()
     try:
         if resume:
             step = resuming.load_latest(run)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from docklands import device as devices
 from docklands.algorithms.base import Algorithm
 from docklands.config.schema import Config
 from docklands.core.batch import Batch
@@ -58,6 +59,7 @@ class Run:
     updating: bool = False
     host: Device = field(default_factory=lambda: Device("host"))
     _began: float = 0.0
+    _cpu: float = 0.0
 
     def steps_left(self) -> Iterator[int]:
         """Steps still to do; ends early when a stop was asked for."""
@@ -67,7 +69,7 @@ class Run:
     @contextmanager
     def step_scope(self, step: int) -> Iterator[Metrics]:
         """Time and trace a step."""
-        self._began = time.perf_counter()
+        self._began, self._cpu = time.perf_counter(), time.process_time()
         with span("step", step=step):
             yield Metrics()
         self.updating = False
@@ -79,10 +81,20 @@ class Run:
         described = LocalRole("describe", self.recorder, self.dock, self.host)
         outcome: Outcome = await described.run(describe_stage(self.graph, "describe"), rows)
         metrics.merge({k: v for k, v in outcome.metrics.items() if not k.startswith("timing_s/")})
+        self.drain(metrics)
+        metrics.add_values({f"dock/{key}": value for key, value in self.flow_state().items()})
+        return metrics
+
+    def flow_state(self) -> dict[str, float]:
+        """The dock when a step's rows have been taken: nothing moves then, so equal runs agree."""
+        stats = self.dock.stats()
+        return {key: stats[f"dock/{key}"] for key in ("in_flight", "bytes") if f"dock/{key}" in stats}
+
+    def drain(self, metrics: Metrics) -> None:
+        """What the roles measured since the last call."""
         for role in self.fleet.values():
             for pairs in role.drain():
                 metrics.merge(pairs)
-        return metrics
 
     def minibatches(self, rows: Rows) -> Iterator[Rows]:
         """Rows of each optimizer update of the step, in order; whole passes when there are several epochs."""
@@ -103,12 +115,15 @@ class Run:
     async def after_step(self, step: int, metrics: Metrics) -> None:
         """Everything that looks at a finished step: counts, sinks, samples, checkpoint, evaluation."""
         self.step = step + 1
+        self.drain(metrics)
         seconds = time.perf_counter() - self._began
-        tokens = metrics.result().get("perf/total_num_tokens", 0.0)
-        metrics.add_values({"timing_s/step": seconds, "perf/time_per_step": seconds})
-        metrics.add("perf/throughput", tokens / seconds)
+        cpu_s = time.process_time() - self._cpu
+        known = metrics.result()
+        metrics.add_values({"timing_s/step": seconds, "perf/time_per_step": seconds, "perf/cpu_s": cpu_s})
+        metrics.add("perf/throughput", known.get("perf/total_num_tokens", 0.0) / seconds)
+        metrics.add("perf/samples_per_s", self.config.samples_per_step / seconds)
+        metrics.add("memory/rss_mib", devices.rss() / 2**20)
         metrics.add_values({"training/global_step": self.step, "training/epoch": self.prompts.epoch})
-        metrics.add_values({k: v for k, v in self.dock.stats().items() if k in ("dock/in_flight", "dock/bytes")})
         self.sinks.write(self.step, metrics.result())
         self.run_dir.write_samples(self.step, self.recorder.take())
         last = self.step == self.config.run.steps

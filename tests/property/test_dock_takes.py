@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.dock_parts import FILTERED, GROUP, PLAIN, flow, options, run
@@ -41,7 +42,8 @@ def uneven(seed: int):
     return pause
 
 
-@settings(max_examples=40)
+@pytest.mark.slow
+@settings(max_examples=20)
 @given(
     graph=st.sampled_from([PLAIN, FILTERED]),
     prompts=st.integers(1, 4),
@@ -53,7 +55,10 @@ def uneven(seed: int):
 )
 def test_fixed_takes_do_not_depend_on_speed(graph, prompts, staleness, per_take, groups, share, seed):
     settings_ = options(
-        prompts, max_staleness=staleness, groups_per_take=min(per_take, prompts * (staleness + 1)), warehouses=1 + seed % 3
+        prompts,
+        max_staleness=staleness,
+        groups_per_take=min(per_take, prompts * (staleness + 1)),
+        warehouses=1 + seed % 3,
     )
     takes = []
     for speed in range(3):
@@ -71,7 +76,7 @@ def test_fixed_takes_do_not_depend_on_speed(graph, prompts, staleness, per_take,
     assert takes[0] == takes[1] == takes[2]
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     graph=st.sampled_from([PLAIN, FILTERED]),
     prompts=st.integers(1, 4),

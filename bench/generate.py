@@ -1,0 +1,225 @@
+"""Native generation against transformers.generate, and vLLM on CPU where DOCKLANDS_VLLM_PYTHON names its interpreter.
+
+    python bench/generate.py [--quick] [--model tiny|135m|both] [--threads N] [--rounds N]
+
+Work: prompts x 8 samples, 64 sequences at once, response lengths drawn from a lognormal distribution (mean about 48, at
+most 256) and forced by min_tokens = max_tokens. Random weights of the real shapes; temperature 1. Only useful tokens count:
+transformers generates one left-padded batch of 64 to its longest response, which is how it is used. Ours also records
+log-probabilities and keeps every sample reproducible; the peers do not have to. Rounds are interleaved (ours, peer, ours,
+peer, ...), figures are medians, the spread is (max - min) / median of the ratio. Each pair is given in wall time and, where the
+peer runs in this process, in CPU time, which other jobs on the machine disturb less. Threads that wait sleep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+SAMPLES, BATCH, LONGEST = 8, 64, 256
+
+VLLM = """
+import json, os, sys, time
+import torch
+torch.cpu._init_amx()
+from vllm import LLM, SamplingParams
+work = json.load(open(sys.argv[1]))
+llm = LLM(work["path"], dtype=work["dtype"], skip_tokenizer_init=True, max_num_seqs=work["batch"], max_model_len=512,
+          kv_cache_memory_bytes=1 << 30, enforce_eager=work["eager"])
+prompts = [{"prompt_token_ids": p} for p in work["prompts"]]
+params = [SamplingParams(temperature=1.0, max_tokens=n, min_tokens=n, ignore_eos=True, detokenize=False, seed=i)
+          for i, n in enumerate(work["lengths"])]
+print("ready", flush=True)
+for _ in sys.stdin:
+    began = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    print(time.perf_counter() - began, flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts (one per sample, equal within a group) and forced lengths."""
+
+    name: str
+    dtype: str
+    prompts: list[tuple[int, ...]]
+    lengths: list[int]
+    config: Any
+    model: Any
+
+
+def make_work(name: str, groups: int) -> Work:
+    """The model and its requests, the same numbers every time."""
+    import torch
+
+    from docklands import models
+    from docklands.models import ModelConfig
+
+    if name == "tiny":
+        dtype, sizes = "float32", (64, 128, 3, 4, 2, 32, 512)  # V, D, L, N, K, H, F
+        config = ModelConfig("Qwen2ForCausalLM", *sizes, qkv_bias=True)
+    else:
+        dtype, sizes = "bfloat16", (49152, 576, 30, 9, 3, 64, 1536)
+        config = ModelConfig("LlamaForCausalLM", *sizes, tie_embeddings=True)
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(3, 64, rng.integers(20, 41)).tolist()) for _ in range(groups)]
+    drawn = rng.lognormal(np.log(48) - 0.32, 0.8, groups * SAMPLES)
+    lengths = np.clip(drawn.round(), 2, LONGEST).astype(int).tolist()
+    model = models.build(config, dtype=getattr(torch, dtype), seed=0)
+    return Work(name, dtype, [p for p in prompts for _ in range(SAMPLES)], lengths, config, model)
+
+
+def native(work: Work) -> Callable[[], float]:
+    """-> a function that generates everything once and returns the seconds."""
+    import torch
+
+    from docklands.config.schema import RolloutSection
+    from docklands.core.protocols import Request, Sampling
+    from docklands.rollout import NativeEngine, sample_seed
+
+    section = RolloutSection(max_batch=BATCH, max_response_tokens=LONGEST, kv_block_tokens=32)
+    engine = NativeEngine(work.config, section, dtype=getattr(torch, work.dtype))
+    engine.load_weights(work.model.named_parameters(), 0)
+    requests = [
+        Request(p, Sampling(n, min_tokens=n), sample_seed(0, 0, i // SAMPLES, i % SAMPLES), i)
+        for i, (p, n) in enumerate(zip(work.prompts, work.lengths, strict=True))
+    ]
+
+    def once() -> float:
+        began = time.perf_counter()
+        found = engine.generate(requests)
+        seconds = time.perf_counter() - began
+        assert [len(g.token_ids) for g in found] == work.lengths
+        return seconds
+
+    return once
+
+
+def transformers_peer(work: Work, path: Path) -> Callable[[], float]:
+    """Batches of 64 in order, left-padded, cached, each to its longest response."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, work.dtype)).eval()
+
+    def once() -> float:
+        began = time.perf_counter()
+        for start in range(0, len(work.prompts), BATCH):
+            prompts = work.prompts[start : start + BATCH]
+            width, longest = max(map(len, prompts)), max(work.lengths[start : start + BATCH])
+            ids = torch.tensor([(0,) * (width - len(p)) + p for p in prompts])
+            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+            with torch.inference_mode():
+                out = model.generate(
+                    ids, attention_mask=mask, max_new_tokens=longest, min_new_tokens=longest, do_sample=True,
+                    temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0, use_cache=True,
+                )  # fmt: skip
+            assert out.shape[1] == width + longest
+        return time.perf_counter() - began
+
+    return once
+
+
+def vllm_peer(work: Work, path: Path, threads: int) -> tuple[Callable[[], float], subprocess.Popen[str]]:
+    """A process of the other environment; it generates everything once per line that it reads."""
+    spec = {
+        "path": str(path), "dtype": work.dtype, "batch": BATCH, "prompts": work.prompts, "lengths": work.lengths,
+        "eager": work.name == "tiny",
+    }  # fmt: skip
+    file = path / "work.json"
+    file.write_text(json.dumps(spec))
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    command = [os.environ["DOCKLANDS_VLLM_PYTHON"], "-c", VLLM, str(file)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+    def answer() -> str:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.strip() == "ready" or line.strip().replace(".", "", 1).isdigit():
+                return line.strip()
+        raise SystemExit("vLLM ended without an answer; its error is above")
+
+    def once() -> float:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return float(answer())
+
+    answer()
+    return once, process
+
+
+def compare(work: Work, peer: str, ours: Callable[[], float], theirs: Callable[[], float], rounds: int) -> None:
+    """Warm both up, run A B A B, print a JSON line for wall time and one for CPU time."""
+    ours()
+    theirs()
+    rows = []
+    for _ in range(rounds):
+        marks = [time.process_time()]
+        wall = []
+        for side in (ours, theirs):
+            wall.append(side())
+            marks.append(time.process_time())
+        rows.append((*wall, marks[1] - marks[0], marks[2] - marks[1]))
+    clocks = [("tokens/s", 0, 1), ("tokens per CPU second", 2, 3)]
+    for clock, mine, other in clocks if peer != "vllm-cpu" else clocks[:1]:
+        ratios = [row[other] / row[mine] for row in rows]
+        a, b = (sum(work.lengths) / statistics.median(row[i] for row in rows) for i in (mine, other))
+        middle = statistics.median(ratios)
+        line = {
+            "bench": "generate", "metric": f"{work.name} {work.dtype} useful {clock} vs {peer}", "ours": round(a, 1),
+            "peer": round(b, 1), "ratio": round(middle, 2), "n": rounds,
+            "spread": round((max(ratios) - min(ratios)) / middle, 3),
+        }  # fmt: skip
+        print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer prompts, one round")
+    parser.add_argument("--model", choices=["tiny", "135m", "both"], default="both")
+    parser.add_argument("--threads", type=int, default=0, help="0: one per core, for every engine")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import torch
+
+    from docklands import models
+
+    threads = args.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    for name in ("tiny", "135m") if args.model == "both" else (args.model,):
+        groups = {"tiny": (8, 32), "135m": (8, 16)}[name][not args.quick]
+        rounds = 1 if args.quick else args.rounds
+        work = make_work(name, groups)
+        ours = native(work)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model"
+            models.export(work.model, path)
+            compare(work, "transformers.generate", ours, transformers_peer(work, path), rounds)
+            if os.environ.get("DOCKLANDS_VLLM_PYTHON"):
+                once, process = vllm_peer(work, path, threads)
+                try:
+                    compare(work, "vllm-cpu", ours, once, rounds)
+                finally:
+                    process.terminate()
+                    process.wait(60)
+
+
+if __name__ == "__main__":
+    main()

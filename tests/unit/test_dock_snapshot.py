@@ -1,0 +1,205 @@
+"""Looking in and going on: snapshots, statistics, descriptions, threads."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import threading
+
+import numpy as np
+import pytest
+import torch
+from tests.dock_parts import (
+    ADVANTAGE_STAGE,
+    FILTERED,
+    PLAIN,
+    REF,
+    REWARD_STAGE,
+    ROLLOUT,
+    UPDATE,
+    flow,
+    group,
+    options,
+    rows_of,
+    run,
+    started,
+    work,
+    written,
+)
+
+from docklands.core.batch import Jagged
+from docklands.core.fields import (
+    ADVANTAGE,
+)
+from docklands.core.protocols import Outcome
+from docklands.dock import Dock, ThreadClient
+from docklands.errors import CheckpointError, DockError
+from docklands.obs.names import find
+
+
+def test_a_snapshot_in_mid_step_goes_on_as_the_original_would():
+    """Through torch.save and a weights-only load; rows, columns, done bits and counts are kept, leases are free."""
+
+    async def main():
+        dock = await started(FILTERED, 4, warehouses=2, max_staleness=1, groups_per_take=2)
+        await work(dock, ROLLOUT, await dock.take(ROLLOUT))
+        rows = await dock.take(REWARD_STAGE)
+        await work(dock, REWARD_STAGE, rows, {int(rows.row_ids[1]): "error"})
+        leased = await dock.take(FILTERED["filter"])
+        file = io.BytesIO()
+        torch.save(dock.state_dict(), file)
+        file.seek(0)
+        copy = Dock(FILTERED, options(4, warehouses=2, max_staleness=1, groups_per_take=2))
+        copy.load_state_dict(torch.load(file, weights_only=True))
+        freed = {"dock/filter/leased": 0, "dock/filter/ready": 0, "dock/bytes": 0}
+        assert copy.stats() | freed == dock.stats() | freed
+        assert 0 < copy.stats()["dock/bytes"] <= dock.stats()["dock/bytes"]  # chunks hold dropped rows, copies do not
+        again = await copy.take(FILTERED["filter"])
+        assert again.row_ids.tolist() == leased.row_ids.tolist()
+        await copy.finish(leased, Outcome(dict.fromkeys(leased.row_ids.tolist(), "stale")))  # not this dock's lease
+        assert "dock/dropped/stale" not in copy.stats()
+        ends = []
+        for one, held in ((dock, leased), (copy, again)):
+            await work(one, FILTERED["filter"], held)
+            ends.append(await flow_on(one))
+        assert ends[0] == ends[1]
+        assert copy.stats()["dock/bytes"] == 0
+
+    run(main())
+
+
+async def flow_on(dock: Dock) -> list[tuple[str, list[int], str]]:
+    """Everything that is still to come, with a digest of the values that each stage reads."""
+    await dock.end_of_prompts()
+    seen = []
+    for of in dock.graph.stages * 3:
+        async for rows in dock.stream(of) if of.name in ("rollout", "update") else once(dock, of):
+            batch = await dock.fetch(rows, of.reads)
+            values = [c.values if isinstance(c, Jagged) else c for c in (batch[f] for f in of.reads)]
+            text = json.dumps([v.tolist() if isinstance(v, torch.Tensor) else v for v in values])
+            seen.append((of.name, rows.row_ids.tolist(), text))
+            if of.name == "update":
+                await dock.retire(rows)
+            else:
+                await work(dock, of, rows)
+    return seen
+
+
+async def once(dock: Dock, of):
+    """Takes that can be answered at once."""
+    while True:
+        take = asyncio.ensure_future(dock.take(of))
+        await asyncio.sleep(0)
+        if not take.done() or take.exception():
+            take.cancel()
+            return
+        yield take.result()
+
+
+def test_a_snapshot_of_another_run_is_refused():
+    async def main():
+        dock = await started()
+        state = dock.state_dict()
+        with pytest.raises(CheckpointError, match="made with another stages"):
+            Dock(FILTERED, options(2)).load_state_dict(state)
+        with pytest.raises(CheckpointError, match="before anything was admitted"):
+            dock.load_state_dict(state)
+        with pytest.raises(CheckpointError, match="another group_size: 4 there, 5 here"):
+            Dock(PLAIN, options(2, group_size=5)).load_state_dict(state)
+        with pytest.raises(CheckpointError, match="format 7"):
+            Dock(PLAIN, options(2)).load_state_dict({**state, "format": 7})
+
+    run(main())
+
+
+def test_every_statistic_is_a_declared_metric_and_adds_up():
+    def drops(name, rows):
+        return {int(r): "reward_error: boom" for r in rows.row_ids if name == "reward" and r % 5 == 0}
+
+    dock = Dock(FILTERED, options(2))
+    run(flow(dock, 6, drops))
+    stats = dock.stats()
+    for name in stats:
+        assert find(name) is not None, name
+    lost = 5
+    assert stats["dock/dropped/reward_error"] == lost
+    assert stats["dock/rollout/puts"] == stats["dock/rollout/fetches"] == 3
+    ids = np.arange(24)
+    tokens = int(sum(1 + i % 5 for i in ids))
+    texts = sum(len(json.dumps(f"text {i} 0")) for i in ids)
+    assert stats["dock/rollout/bytes_in"] == tokens * (4 + 1 + 4) + 24 * 3 * 8 + texts
+    assert stats["dock/reward/bytes_in"] == (24 - lost) * 4
+    assert stats["dock/reward/bytes_out"] == texts
+    assert stats["dock/advantage/bytes_in"] == 4 * (24 - lost)
+    assert stats["dock/fetches"] == 3 * 6
+
+
+def test_describe_shows_where_rows_are_and_who_waits():
+    async def main():
+        dock = await started()
+        await dock.take(REWARD_STAGE)
+        waiting = asyncio.ensure_future(dock.take(ADVANTAGE_STAGE))
+        await asyncio.sleep(0.01)
+        text = dock.describe()
+        waiting.cancel()
+        return text
+
+    text = run(main())
+    assert "dock: 2 of 2 groups in flight, 2 admitted, 0 retired" in text
+    assert "  reward: 0 ready, 8 leased (oldest lease 0.0 s), 0 done, 0 waiting" in text
+    assert "  advantage: 0 ready, 0 leased, 0 done, 8 waiting for reward 8" in text
+    assert "  waiting: advantage since 0.0 s" in text
+
+
+def test_threads_fetch_and_put_while_others_look_in():
+    """Stage work on four threads, a snapshot and a description on a fifth, the loop on the first."""
+
+    async def main():
+        dock = Dock(PLAIN, options(4, groups_per_take=1, deterministic=False))
+        client = ThreadClient(dock, asyncio.get_running_loop())
+        stop = threading.Event()
+        looks = []
+
+        def look_in():
+            while not stop.is_set():
+                state, text = dock.state_dict(), dock.describe()
+                looks.append((len(state["ledger"]["orders"]), text.startswith("dock: ")))
+
+        def compute(of, rows):
+            batch = client.fetch(rows, of.reads)
+            client.put(written(of, batch.row_ids))
+
+        async def pump(of):
+            async for rows in dock.stream(of):
+                await asyncio.to_thread(compute, of, rows)
+                await dock.finish(rows, Outcome())
+
+        async def admit():
+            for index in range(24):
+                await dock.admit(group(index))
+            await dock.end_of_prompts()
+
+        watcher = threading.Thread(target=look_in)
+        watcher.start()
+        trained = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(admit())
+                for of in (ROLLOUT, ROLLOUT, REWARD_STAGE, REF, ADVANTAGE_STAGE):
+                    tasks.create_task(pump(of))
+                async for rows in dock.stream(UPDATE):
+                    batch = await dock.fetch(rows, [ADVANTAGE])
+                    assert batch[ADVANTAGE].tolist() == rows.row_ids.tolist()
+                    trained += rows.row_ids.tolist()
+                    await dock.retire(rows)
+        finally:
+            stop.set()
+            watcher.join()
+        assert sorted(trained) == list(range(96))
+        assert len(looks) > 3 and all(ok for _, ok in looks)
+        with pytest.raises(DockError, match="inside the dock's own event loop"):
+            client.put(written(ROLLOUT, rows_of(0)))
+        return dock.stats()["dock/bytes"]
+
+    assert run(main()) == 0
