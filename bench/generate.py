@@ -3,11 +3,13 @@
     python bench/generate.py [--quick] [--model tiny|135m|both] [--threads N] [--rounds N]
 
 Work: prompts x 8 samples, 64 sequences at once, response lengths drawn from a lognormal distribution (mean about 48, at
-most 256) and forced by min_tokens = max_tokens. Random weights of the real shapes; temperature 1. Only useful tokens count:
-transformers generates one left-padded batch of 64 to its longest response, which is how it is used. Ours also records
-log-probabilities and keeps every sample reproducible; the peers do not have to. Rounds are interleaved (ours, peer, ours,
-peer, ...), figures are medians, the spread is (max - min) / median of the ratio. Each pair is given in wall time and, where the
-peer runs in this process, in CPU time, which other jobs on the machine disturb less. Threads that wait sleep.
+most 256) and forced by min_tokens = max_tokens. Random weights of the real shapes; temperature 1. Only useful tokens
+count: transformers generates one left-padded batch of 64 to its longest response, which is how it is used. Ours also
+records log-probabilities and keeps every sample reproducible; the peers do not have to.
+
+Rounds are interleaved (ours, peer, ours, peer, ...), figures are medians, the spread is (max - min) / median of the
+ratio. Each pair is given in wall time and, where the peer runs in this process, in CPU time, which other jobs on the
+machine disturb less. Threads that wait sleep, on both sides.
 """
 
 from __future__ import annotations
@@ -106,6 +108,7 @@ def native(work: Work) -> Callable[[], float]:
         assert [len(g.token_ids) for g in found] == work.lengths
         return seconds
 
+    once()  # warm
     return once
 
 
@@ -116,11 +119,11 @@ def transformers_peer(work: Work, path: Path) -> Callable[[], float]:
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, work.dtype)).eval()
 
-    def once() -> float:
+    def once(most: int = LONGEST) -> float:
         began = time.perf_counter()
         for start in range(0, len(work.prompts), BATCH):
             prompts = work.prompts[start : start + BATCH]
-            width, longest = max(map(len, prompts)), max(work.lengths[start : start + BATCH])
+            width, longest = max(map(len, prompts)), min(most, max(work.lengths[start : start + BATCH]))
             ids = torch.tensor([(0,) * (width - len(p)) + p for p in prompts])
             mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
             with torch.inference_mode():
@@ -131,6 +134,7 @@ def transformers_peer(work: Work, path: Path) -> Callable[[], float]:
             assert out.shape[1] == width + longest
         return time.perf_counter() - began
 
+    once(8)  # warm
     return once
 
 
@@ -160,13 +164,12 @@ def vllm_peer(work: Work, path: Path, threads: int) -> tuple[Callable[[], float]
         return float(answer())
 
     answer()
+    once()  # warm
     return once, process
 
 
 def compare(work: Work, peer: str, ours: Callable[[], float], theirs: Callable[[], float], rounds: int) -> None:
-    """Warm both up, run A B A B, print a JSON line for wall time and one for CPU time."""
-    ours()
-    theirs()
+    """Run A B A B (both are warm), print a JSON line for wall time and one for CPU time."""
     rows = []
     for _ in range(rounds):
         marks = [time.process_time()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,12 @@ def lines(run: RunDir) -> list[str]:
     return [strip_times(line) for line in run.metrics.read_text().splitlines()]
 
 
+def learning(run: RunDir) -> list[dict[str, float]]:
+    """Metrics without the engine's own counts (batch sizes, cache pages), which do depend on how work is split."""
+    rows = [json.loads(line)["metrics"] for line in lines(run)]
+    return [{name: value for name, value in row.items() if not name.startswith("rollout/")} for row in rows]
+
+
 def samples(run: RunDir) -> list[str]:
     return [path.read_text() for _, path in run.sample_files()]
 
@@ -30,7 +37,7 @@ def test_pitfall_37_two_runs_are_byte_equal_and_workers_do_not_matter(tmp_path: 
     assert len(lines(first)) == 3
     assert lines(first) == lines(second)
     assert samples(first) == samples(second) == samples(four)
-    assert lines(first) == lines(four)
+    assert learning(first) == learning(four)
     assert samples(first) != samples(other)
 
 
@@ -39,4 +46,4 @@ def test_pitfall_22_streaming_in_small_takes_equals_whole_steps(tmp_path: Path) 
     whole = run_here("mix6_grpo.yaml", tmp_path / "a", "run.steps=3", "obs.samples_per_step=64")
     cut = run_here("mix6_grpo.yaml", tmp_path / "b", "run.steps=3", "obs.samples_per_step=64", "dock.groups_per_take=1")
     assert samples(whole) == samples(cut)
-    assert lines(whole) == lines(cut)
+    assert learning(whole) == learning(cut)

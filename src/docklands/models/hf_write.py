@@ -19,6 +19,7 @@ from docklands.errors import CheckpointError
 MAX_SHARD_BYTES = 5_000_000_000
 
 COMPANIONS = (
+    "char_tokenizer.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",

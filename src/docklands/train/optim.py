@@ -23,7 +23,7 @@ from docklands.errors import CheckpointError, NonFinite
 Rates = tuple[float, float]
 """Learning rate, weight decay."""
 
-PIECE = 262144  # elements: 2 MiB in fp32
+PIECE = 1_048_576  # elements: 4 MiB in fp32
 
 
 def learning_rate(section: OptimSection, updates_done: int, total_updates: int) -> float:
