@@ -39,7 +39,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument("--case", choices=[*CASES, "all"], default="all")
-    parser.add_argument("--side", choices=["both", "ours", "peer"], default="both", help="one side alone, for profiling")
+    parser.add_argument(
+        "--side", choices=["both", "ours", "peer"], default="both", help="one side alone, for profiling"
+    )
     parser.add_argument("--steps", type=int, default=0, help="measured steps of each side")
     parser.add_argument("--warmup", type=int, default=2, help="steps left out at the start")
     parser.add_argument("--threads", type=int, default=2)

@@ -15,9 +15,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vs_trl_parts.cases import Case, Spec, read_spec  # noqa: E402
-from vs_trl_parts.turns import Turns  # noqa: E402
-
 from docklands.config.load import make_config, resolved_yaml  # noqa: E402
 from docklands.config.schema import Config  # noqa: E402
 from docklands.core.batch import Batch  # noqa: E402
@@ -27,6 +24,8 @@ from docklands.obs.sinks import JsonlSink, Sinks  # noqa: E402
 from docklands.run.build import build  # noqa: E402
 from docklands.run.loop import train  # noqa: E402
 from docklands.run.prompts import Prompts  # noqa: E402
+from vs_trl_parts.cases import Case, Spec, read_spec  # noqa: E402
+from vs_trl_parts.turns import Turns  # noqa: E402
 
 STAGES = {
     "generate": "timing_s/rollout",

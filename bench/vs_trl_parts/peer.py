@@ -20,6 +20,7 @@ import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
 from vs_trl_parts.cases import Case, Spec, read_spec  # noqa: E402
 from vs_trl_parts.turns import Turns  # noqa: E402
 

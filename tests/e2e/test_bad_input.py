@@ -109,7 +109,7 @@ def test_run_directory_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "not empty" in refused(capsys, tmp_path / "run")
 
 
-REWARDS = '''
+REWARDS = """
 import time
 
 
@@ -132,7 +132,7 @@ def odd(data_source, solution_str, ground_truth, extra_info):
 
 def always_raises(data_source, solution_str, ground_truth, extra_info):
     raise RuntimeError("sandbox down")
-'''
+"""
 
 
 def reward_run(tmp_path: Path, name: str) -> tuple[str, ...]:
@@ -148,7 +148,7 @@ def reward_run(tmp_path: Path, name: str) -> tuple[str, ...]:
         f"data.source={rows}",
         "data.shuffle=false",
         f"reward.functions=[{function}]",
-        "reward.deadline_s=2",
+        "reward.deadline_s=0.5",
         "reward.max_error_fraction=0.9",
         "run.steps=2",
         "checkpoint.at_end=false",

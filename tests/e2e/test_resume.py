@@ -94,5 +94,7 @@ def test_pitfall_23_resume_at_the_epoch_boundary(tmp_path: Path) -> None:
     run = run_here("mix6_grpo.yaml", tmp_path / "run", *more, "run.steps=3")
     run_here("mix6_grpo.yaml", tmp_path / "run", *more, "run.steps=6", resume=True)
     assert [step for step, _ in run.read_metrics()] == [1, 2, 3, 4, 5, 6]
-    seen = [sorted({s["prompt_id"] for step in steps for s in run.read_samples(step)}) for steps in ((1, 2, 3), (4, 5, 6))]
+    seen = [
+        sorted({s["prompt_id"] for step in steps for s in run.read_samples(step)}) for steps in ((1, 2, 3), (4, 5, 6))
+    ]
     assert seen == [list(range(6)), list(range(6, 12))]

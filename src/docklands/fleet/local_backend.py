@@ -20,7 +20,6 @@ from docklands.core.stage import Learner, Result, Stage
 from docklands.errors import DocklandsError
 from docklands.obs.spans import span
 
-
 TIMING = {
     "rollout": "gen",
     "old_logprobs": "old_log_prob",
@@ -79,7 +78,7 @@ class LocalRole:
             yield
 
     async def run(self, stage: Stage, rows: Rows) -> Outcome:
-        """Fetch the columns that `stage` reads, compute, write back. Errors that are not ours keep their stage's name."""
+        """Fetch the columns that `stage` reads, compute, write back."""
         began = time.perf_counter()
         self._beat(stage.name)
         with span(f"stage/{stage.name}", role=self.name, rows=len(rows)):

@@ -54,6 +54,7 @@ class Parts:
     algorithm: Algorithm
     device: str
     model_path: Path
+    log: Path
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,8 +67,9 @@ class Parts:
         return self.dtype if name == "auto" else getattr(torch, name)
 
 
-def build_parts(config: Config) -> Parts:
+def build_parts(config: Config, log: Path) -> Parts:
     """Check the config against model, tokenizer and algorithm. Raises ConfigError and its kind."""
+    devices.keep_freed_memory()
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     torch.manual_seed(config.run.seed)
@@ -77,7 +79,7 @@ def build_parts(config: Config) -> Parts:
     path = resolve_model_path(config.model.path)
     tokenizer = load_tokenizer(resolve_model_path(config.model.tokenizer) if config.model.tokenizer else path)
     where = str(devices.choose(config.run.device))
-    return Parts(config, tokenizer, algorithm, where, path)
+    return Parts(config, tokenizer, algorithm, where, path, log)
 
 
 def build(config: Config, run_dir: RunDir, sinks: Sinks, show: Callable[[str], None] = lambda _: None) -> Run:
@@ -85,7 +87,7 @@ def build(config: Config, run_dir: RunDir, sinks: Sinks, show: Callable[[str], N
 
     show  told the name of each stage as it begins and ends
     """
-    parts = build_parts(config)
+    parts = build_parts(config, run_dir.log)
     graph = parts.algorithm.graph()
     source, held_out = open_splits(config.data, config.eval, config.run.seed)
     stream = PromptStream(source, parts.tokenizer, config.data, config.run.seed)
@@ -169,6 +171,7 @@ def train_engine(parts: Parts, path: str, optim: OptimSection | None, value: boo
 
 
 def rollout_worker(parts: Parts) -> RolloutWorker:
+    """Generation engines behind one work queue; they get their weights from the first publish."""
     config = parts.config
     shape = models.read_config(parts.model_path)
     engines = [
@@ -180,7 +183,7 @@ def rollout_worker(parts: Parts) -> RolloutWorker:
 
 RESOURCES: Mapping[str, Callable[[Parts], Any]] = {
     "rollout": rollout_worker,
-    "reward": lambda parts: build_scorer(parts.config.reward),
+    "reward": lambda parts: build_scorer(parts.config.reward, parts.log / "reward.0.log"),
     "actor": lambda parts: train_engine(parts, "", parts.config.train.optim),
     "reference": lambda parts: train_engine(parts, parts.config.reference.path, None),
     "critic": lambda parts: train_engine(parts, parts.config.critic.path, parts.config.critic.optim, value=True),

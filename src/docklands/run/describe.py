@@ -108,7 +108,11 @@ def scores(metrics: SumCount, batch: Batch) -> None:
     if ADVANTAGE in batch:
         spread(metrics, "critic/advantages", batch[ADVANTAGE])
     mask_T = batch[LOSS_MASK].values
-    for field, name in ((TOKEN_ADVANTAGES, "critic/advantages"), (RETURNS, "critic/returns"), (VALUES, "critic/values")):
+    for field, name in (
+        (TOKEN_ADVANTAGES, "critic/advantages"),
+        (RETURNS, "critic/returns"),
+        (VALUES, "critic/values"),
+    ):
         if field in batch:
             spread(metrics, name, batch[field].values[mask_T])
 

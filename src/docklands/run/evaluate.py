@@ -25,7 +25,9 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
-def bootstrap_interval(values: Sequence[float], seed: int = 0, draws: int = 2000, level: float = 0.95) -> tuple[float, float]:
+def bootstrap_interval(
+    values: Sequence[float], seed: int = 0, draws: int = 2000, level: float = 0.95
+) -> tuple[float, float]:
     """Percentile interval of the mean, resampling prompts."""
     array = np.asarray(values, np.float64)
     if array.size == 0:

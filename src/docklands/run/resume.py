@@ -53,4 +53,6 @@ def load(run: Run, path: Path) -> None:
         run.algorithm.load_state_dict(flow["algorithm"])
         torch.set_rng_state(flow["rng"])
     except KeyError as error:
-        raise CheckpointError(f"{path}: the flow's state lacks {error}", "was it written by another version?") from error
+        raise CheckpointError(
+            f"{path}: the flow's state lacks {error}", "was it written by another version?"
+        ) from error

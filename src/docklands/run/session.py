@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from docklands import device as devices
 from docklands.algorithms.base import Algorithm
