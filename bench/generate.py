@@ -117,7 +117,7 @@ def transformers_peer(work: Work, path: Path) -> Callable[[], float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, work.dtype)).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, work.dtype)).eval()
 
     def once(most: int = LONGEST) -> float:
         began = time.perf_counter()

@@ -30,7 +30,7 @@ from docklands.rewards.worker import HEADER, frame
 
 START_S = 120.0
 GRACE_S = 0.5  # for async batch functions, which keep the deadline themselves and so lose only the late samples
-MOST_TIMEOUTS = 4
+MOST_TIMEOUTS = 16
 LOST = "lost_with_its_process"
 
 

@@ -58,15 +58,21 @@ class Tokenizer(Protocol):
 class Step(Protocol):
     """An environment's answer to one model turn."""
 
-    observation: str | None
-    reward: float
-    done: bool
+    @property
+    def observation(self) -> str | None: ...
+
+    @property
+    def reward(self) -> float: ...
+
+    @property
+    def done(self) -> bool: ...
 
 
 class Env(Protocol):
     """One episode of an environment; see docklands.envs.base."""
 
-    max_turns: int
+    @property
+    def max_turns(self) -> int: ...
 
     async def reset(self, row: dict[str, Any]) -> None: ...
 

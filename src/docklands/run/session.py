@@ -144,7 +144,7 @@ class Run:
         worker = self.fleet["rollout"]
         asked = self.evaluation.batch
         with span("evaluate", step=step):
-            rolled = await worker.call("evaluate/rollout", roll_out, worker.resource, asked, self.evaluation.sampling)
+            rolled = await worker.call("eval", roll_out, worker.resource, asked, self.evaluation.sampling)
             scored = await score(self.fleet["reward"].resource, rolled)
         metrics = summarise(scored, self.evaluation.source, self.evaluation.ks, asked=len(asked))
         self.run_dir.append_eval(step, self.evaluation.source, metrics, sample_records(scored))
