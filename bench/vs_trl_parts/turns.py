@@ -1,7 +1,8 @@
 """Two processes take turns, a training step each: while one computes, the other waits in a read.
 
-The driver writes a line to a side's standard input for every step; the side answers with JSON lines on a pipe of its
-own: {"lap": k, "wall_s", "cpu_s"} after each step, {"result": {...}} at the end. Standard output stays free for the logs.
+The driver writes a line to a side's standard input for every step; the side answers with JSON lines on a pipe of
+its own: {"lap": k, "wall_s", "cpu_s"} after each step, {"result": {...}} at the end. Standard output is left
+to the logs.
 """
 
 from __future__ import annotations

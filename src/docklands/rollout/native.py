@@ -130,7 +130,7 @@ class NativeEngine:
             deadline = time.monotonic() + self._section.sample_deadline_s
             while self._iterate(queue):
                 if time.monotonic() > deadline:
-                    self._too_late(queue)
+                    too_late(queue, self._section.sample_deadline_s)
         finally:
             self._close()
             self._serving.release()
@@ -270,17 +270,13 @@ class NativeEngine:
             return
         for row in rows.tolist():
             finish = FINISH_STOP if scheduler.running.stopped(row) else FINISH_LENGTH
-            self._hand_back(queue, scheduler.running, row, finish)
+            hand_back(queue, scheduler.running, row, finish)
         scheduler.release(rows)
-
-    def _hand_back(self, queue: WorkQueue, running: RunningBatch, row: int, finish: int) -> None:
-        index = int(running.index[row])
-        queue.finish(index, running.generation(row, finish, queue.requests[index].request_id))
 
     def _end_all(self, queue: WorkQueue, scheduler: Scheduler) -> None:
         """Abort: running samples keep what they have, the others have nothing."""
         for row in range(scheduler.running.count):
-            self._hand_back(queue, scheduler.running, row, FINISH_ABORT)
+            hand_back(queue, scheduler.running, row, FINISH_ABORT)
         rest = list(scheduler.waiting)
         while found := queue.pull(1 << 30):
             rest += found
@@ -288,15 +284,23 @@ class NativeEngine:
             queue.finish(index, Generation([], [], [], FINISH_ABORT, queue.requests[index].request_id))
         self._counts["aborted"] += scheduler.running.count + len(rest)
 
-    def _too_late(self, queue: WorkQueue) -> None:
-        queue.close()
-        pending, limit = queue.pending(), self._section.sample_deadline_s
-        more = " ..." if len(pending) > 32 else ""
-        raise RolloutError(
-            f"{len(pending)} of {len(queue.requests)} samples are not finished after {limit:g} s; "
-            f"pending request ids: {pending[:32]}{more}",
-            "raise rollout.sample_deadline_s, or lower rollout.max_response_tokens",
-        )
-
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def too_late(queue: WorkQueue, limit_s: float) -> None:
+    """Close the queue and raise RolloutError naming what is pending."""
+    queue.close()
+    pending = queue.pending()
+    more = " ..." if len(pending) > 32 else ""
+    raise RolloutError(
+        f"{len(pending)} of {len(queue.requests)} samples are not finished after {limit_s:g} s; "
+        f"pending request ids: {pending[:32]}{more}",
+        "raise rollout.sample_deadline_s, or lower rollout.max_response_tokens",
+    )
+
+
+def hand_back(queue: WorkQueue, running: RunningBatch, row: int, finish: int) -> None:
+    """Give a row's sample to whoever waits for it."""
+    index = int(running.index[row])
+    queue.finish(index, running.generation(row, finish, queue.requests[index].request_id))
