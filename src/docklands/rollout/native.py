@@ -177,7 +177,7 @@ class NativeEngine:
                 return False
             room = scheduler.running.room - len(scheduler.waiting)
             if room > 0:
-                scheduler.enqueue(self._without_empty(queue, queue.pull(room)))
+                scheduler.enqueue(without_empty(queue, queue.pull(room)))
             if self._decoder is None:
                 self._decoder = decoder_for(self._model)
             if scheduler.waiting and scheduler.running.room:
@@ -189,13 +189,6 @@ class NativeEngine:
                 scheduler.grow()
                 self._retire(queue, scheduler, self._decode(scheduler))
             return bool(scheduler.running.count or scheduler.waiting or not queue.empty)
-
-    def _without_empty(self, queue: WorkQueue, indices: list[int]) -> list[int]:
-        """Samples of which no token is wanted are finished at once."""
-        for index in indices:
-            if queue.requests[index].sampling.max_tokens == 0:
-                queue.finish(index, Generation([], [], [], FINISH_LENGTH, queue.requests[index].request_id))
-        return [index for index in indices if queue.requests[index].sampling.max_tokens > 0]
 
     def _prefill(self, prompts: list[Prompt]) -> None:
         """Compute the prompts, packed; keys and values into their pages, last hidden states kept."""
@@ -304,3 +297,11 @@ def hand_back(queue: WorkQueue, running: RunningBatch, row: int, finish: int) ->
     """Give a row's sample to whoever waits for it."""
     index = int(running.index[row])
     queue.finish(index, running.generation(row, finish, queue.requests[index].request_id))
+
+
+def without_empty(queue: WorkQueue, indices: list[int]) -> list[int]:
+    """Samples of which no token is wanted are finished at once."""
+    for index in indices:
+        if queue.requests[index].sampling.max_tokens == 0:
+            queue.finish(index, Generation([], [], [], FINISH_LENGTH, queue.requests[index].request_id))
+    return [index for index in indices if queue.requests[index].sampling.max_tokens > 0]
