@@ -28,8 +28,8 @@ from vs_trl_parts.cases import Case, Spec, read_spec  # noqa: E402
 from vs_trl_parts.turns import Turns  # noqa: E402
 
 STAGES = {
-    "generate": "timing_s/rollout",
-    "logprobs": "timing_s/ref_logprobs",
+    "generate": "timing_s/gen",
+    "logprobs": "timing_s/ref",
     "update": "timing_s/update_actor",
     "reward": "timing_s/reward",
     "reward_mean": "critic/rewards/mean",

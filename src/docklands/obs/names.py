@@ -64,7 +64,12 @@ SAMPLES = [
     Metric("completions/aborted_ratio", "fraction", "mean", "samples that were aborted"),
     Metric("completions/empty_ratio", "fraction", "mean", "samples without a single response token"),
     Metric("frac_reward_zero_std", "fraction", "mean", "groups whose rewards are all equal"),
-    Metric("reward/{component}/mean", "1", "mean", "one component of the reward, before its weight"),
+    Metric(
+        "reward/{component}/mean",
+        "1",
+        "mean",
+        "one component of the reward, before its weight; NAME.REMARK: share of samples with a remark (cot6.worked)",
+    ),
     Metric("reward/scored", "samples", "sum", "samples that got a reward"),
     Metric("reward/errors", "samples", "sum", "samples dropped because the reward raised or gave no number"),
     Metric("reward/timeouts", "samples", "sum", "samples dropped because the reward met its deadline"),

@@ -6,7 +6,7 @@ Legend: B samples.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,17 @@ class Scorer:
             values = [outcome.info["components"][label] for outcome in outcomes if not outcome.dropped]
             if values:
                 found[f"reward/{label}/mean"] = (float(sum(values)), float(len(values)))
+        for label, key, flags in self._flags(outcomes):
+            found[f"reward/{label}.{key}/mean"] = (float(sum(flags)), float(len(flags)))
         return found
+
+    def _flags(self, outcomes: Sequence[RewardOutcome]) -> Iterator[tuple[str, str, list[bool]]]:
+        """(component, name, values) of every true-or-false remark of the rewards, e.g. whether working was shown."""
+        infos = [outcome.info.get("info", {}) for outcome in outcomes if not outcome.dropped]
+        for label in self.reward.labels:
+            keys = sorted({k for info in infos for k, v in info.get(label, {}).items() if isinstance(v, bool)})
+            for key in keys:
+                yield label, key, [bool(info[label][key]) for info in infos if key in info.get(label, {})]
 
     def close(self) -> None:
         """End the rewards and their processes."""

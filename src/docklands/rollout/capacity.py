@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
+import psutil
 import torch
 
 from docklands.config.schema import RolloutSection
@@ -65,5 +65,5 @@ def cache_pages(requests: Sequence[Request], section: RolloutSection, config: Mo
 
 
 def free_memory() -> int:
-    """Bytes of host memory that can still be had."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of host memory that can still be had, reclaimable caches included."""
+    return int(psutil.virtual_memory().available)
