@@ -15,7 +15,8 @@ from docklands.core.graph import UPDATE
 if TYPE_CHECKING:
     from docklands.core.protocols import Dock, Role
     from docklands.core.stage import Stage
-    from docklands.run.build import Prompts, Run
+    from docklands.run.prompts import Prompts
+    from docklands.run.session import Run
 
 
 async def train(run: Run) -> None:
@@ -47,6 +48,7 @@ async def admit(prompts: Prompts, dock: Dock) -> None:
         if group is None:
             return await dock.end_of_prompts()
         await dock.admit(group)
+        prompts.admitted()
 
 
 async def pump(stage: Stage, role: Role, dock: Dock) -> None:

@@ -83,7 +83,7 @@ async def train_until_done(run: Run) -> bool:
             task.uncancel()
     if run.step >= run.config.run.steps or not run.stop_asked:
         return False
-    await run.fleet["actor"].call("checkpoint", resuming.save, run)
+    await resuming.save(run)
     return True
 
 

@@ -30,21 +30,31 @@ def group_of(prompt: Prompt, group_id: int, samples: int) -> Batch:
 
 
 class Prompts:
-    """Groups for the dock, from a prompt stream. The position and the next group id are its whole state."""
+    """Groups for the dock, from a prompt stream. The position and the next group id are its whole state.
+
+    A group counts as given only once the dock has it (`admitted`): a snapshot taken in between offers it again.
+    """
 
     def __init__(self, stream: PromptStream, samples: int) -> None:
         self._stream = stream
         self._samples = samples
         self._next_group = 0
+        self._pending: Batch | None = None
+        self._before = stream.state_dict()
 
     def next_group(self) -> Batch | None:
-        """Rows of the next prompt; None when the data is used up."""
-        found = self._stream.take(1)
-        if not found:
-            return None
-        group = group_of(found[0], self._next_group, self._samples)
+        """Rows of the next prompt, the same until it is admitted; None when the data is used up."""
+        if self._pending is None:
+            self._before = self._stream.state_dict()
+            found = self._stream.take(1)
+            if found:
+                self._pending = group_of(found[0], self._next_group, self._samples)
+        return self._pending
+
+    def admitted(self) -> None:
+        """The dock holds the group that was given last."""
+        self._pending = None
         self._next_group += 1
-        return group
 
     @property
     def epoch(self) -> int:
@@ -52,8 +62,10 @@ class Prompts:
         return self._stream.epoch
 
     def state_dict(self) -> dict[str, Any]:
-        return {"stream": self._stream.state_dict(), "next_group": self._next_group}
+        stream = self._stream.state_dict() if self._pending is None else self._before
+        return {"stream": stream, "next_group": self._next_group}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._stream.load_state_dict(state["stream"])
         self._next_group = int(state["next_group"])
+        self._pending = None

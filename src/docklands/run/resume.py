@@ -16,19 +16,26 @@ if TYPE_CHECKING:
 ENGINES = ("actor", "critic")
 
 
-def save(run: Run) -> Path:
-    """Write a complete checkpoint of the run as it stands between two steps; atomic."""
-    states: dict[str, dict[str, Any]] = {
-        name: run.fleet[name].resource.state_dict() for name in ENGINES if name in run.fleet
-    }
-    states["flow"] = {
+async def save(run: Run) -> Path:
+    """Write a complete checkpoint of the run as it stands between two steps; atomic.
+
+    The flow (prompts, dock, algorithm) is read here, on the event loop, in one piece: nothing is admitted or handed out
+    in between. Only the engines, which nothing changes between two steps, are read on their device's thread.
+    """
+    flow = {
         "step": run.step,
         "prompts": run.prompts.state_dict(),
         "dock": run.dock.state_dict(),
         "algorithm": run.algorithm.state_dict(),
         "rng": torch.get_rng_state(),
     }
-    return checkpoint.save(run.run_dir.checkpoints, run.step, states, keep=run.config.checkpoint.keep)
+    return await run.fleet["actor"].call("checkpoint", write, run, flow)
+
+
+def write(run: Run, flow: dict[str, Any]) -> Path:
+    """Engines and flow into a new checkpoint directory."""
+    states = {name: run.fleet[name].resource.state_dict() for name in ENGINES if name in run.fleet}
+    return checkpoint.save(run.run_dir.checkpoints, run.step, {**states, "flow": flow}, keep=run.config.checkpoint.keep)
 
 
 def load_latest(run: Run) -> int:

@@ -135,7 +135,7 @@ class Run:
     async def checkpoint_if_due(self, last: bool) -> None:
         every, at_end = self.config.checkpoint.every_steps, self.config.checkpoint.at_end
         if (every and self.step % every == 0) or (last and at_end):
-            await self.fleet["actor"].call("checkpoint", resume.save, self)
+            await resume.save(self)
 
     async def evaluate(self, step: int) -> dict[str, float]:
         """Generate and score the held-out prompts; one record in evals.jsonl."""
