@@ -37,7 +37,7 @@ PROCESS = {
     "MALLOC_TOP_PAD_": "268435456",
 }
 """For both sides, unless set outside. Waiting threads sleep: spinning ones cost the peer a factor of 10 on a
-shared machine. Freed memory is kept: giving it back costs the peer's 135M update a third more CPU time, in page faults."""
+shared machine. Freed memory is kept: giving it back costs the peer's 135M update a third more CPU time."""
 LOWER_IS_BETTER = ("generate_s", "logprobs_s", "update_s", "step_s", "cpu_s_per_step")
 
 
