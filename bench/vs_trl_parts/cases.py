@@ -47,7 +47,18 @@ class Case:
 
 CASES = {
     "quickstart": Case("quickstart", 8, 8, 12, 2e-5, "first_number_right", bf16=True, chat=True),
-    "ragged": Case("ragged", 16, 8, 256, 2e-4, "digit_share", kl_coef=0.001, ragged=True),
+    "ragged": Case(
+        "ragged",
+        16,
+        8,
+        256,
+        2e-4,
+        "digit_share",
+        kl_coef=0.001,
+        ragged=True,
+        bf16=True,
+        ours=("rollout.dtype=float32",),
+    ),
 }
 MEAN_TOKENS, SIGMA = 48.0, 0.8
 
@@ -74,7 +85,8 @@ class Spec:
 def read_spec(path: str) -> tuple[Case, Spec]:
     """The file that `Spec.write` made."""
     spec = Spec(**json.loads(Path(path).read_text()))
-    return Case(**spec.case), spec
+    lists = {name: tuple(value) for name, value in spec.case.items() if isinstance(value, list)}
+    return Case(**{**spec.case, **lists}), spec
 
 
 def prepare(case: Case, work: Path, steps: int, threads: int, seed: int) -> Spec:
