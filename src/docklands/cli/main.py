@@ -16,8 +16,9 @@ from docklands import __version__
 from docklands.cli import config, doctor, evaluate, generate, inspect, models, train
 from docklands.errors import DocklandsError
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-"""Before torch is imported: OpenMP threads that spin while they wait steal the cores from everything beside them."""
+os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+"""Before torch is imported: waiting OpenMP threads spin long enough to bridge two operations, and then sleep; without a
+limit they steal the cores from everything beside them."""
 
 INTERRUPTED = 130
 FAILED = 3

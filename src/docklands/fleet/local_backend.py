@@ -47,6 +47,10 @@ class Device:
             await asyncio.wait([future])
             raise
 
+    def make(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run `function` on this device's thread and wait, before there is anything else to do."""
+        return self._thread.submit(function, *args).result()
+
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 

@@ -140,10 +140,10 @@ def build_fleet(parts: Parts, graph: Graph, dock: Dock, beat: Callable[[str], No
     for name in graph.roles:
         if name == "update":
             continue
-        resource = RESOURCES[name](parts) if name in RESOURCES else None
-        if resource is None:
+        if name not in RESOURCES:
             raise ConfigError(f"the graph names the role {name!r}", f"roles are {', '.join(RESOURCES)}")
         device = shared if name in ON_DEVICE else Device(name)
+        resource = device.make(RESOURCES[name], parts)  # there: a second thread with an OpenMP pool slows both
         fleet[name] = LocalRole(name, resource, dock, device, beat)
     return fleet
 
