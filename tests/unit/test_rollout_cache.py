@@ -142,12 +142,18 @@ def test_packed_linear_without_the_private_operators(monkeypatch: pytest.MonkeyP
 
 def test_row_buckets() -> None:
     assert [bucket(n) for n in (1, 8, 9, 33, 256, 257, 400)] == [8, 8, 16, 48, 256, 384, 512]
-    assert bucket(3, 48) == 48 and bucket(60, 48) == 64
     linear = PackedLinear(torch.randn(64, 32))
     floor = row_floor(linear, torch.float32)
     x = torch.randn(256, 32)
     assert floor in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
     assert torch.equal(linear(x[:floor]), linear(x)[:floor])
+
+
+def test_a_product_pads_itself_to_its_floor() -> None:
+    linear, x = PackedLinear(torch.randn(64, 32).bfloat16()), torch.randn(256, 32).bfloat16()
+    whole = linear(x)
+    linear.floor = 256
+    assert torch.equal(linear(x[:3]), whole[:3]) and torch.equal(linear(x), whole)
 
 
 def scheduler(requests: list[Request], pages: int, rows: int = 8, size: int = 4) -> Scheduler:

@@ -38,26 +38,34 @@ class PackedLinear:
 
     The result equals `F.linear` up to the order of summation. `weight` is not referenced afterwards when it was
     reordered; otherwise it is used as it is, so later changes in place are seen: build anew after an update.
+
+    floor  fewer rows than these are padded for this product alone (see `row_floor`)
     """
 
-    __slots__ = ("_bias", "_product", "_weight", "shape")
+    __slots__ = ("_bias", "_product", "_weight", "floor", "shape")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.shape = tuple(weight.shape)
         self._bias = bias
+        self.floor = 0
         operators = _operators() if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else None
         self._product = None if operators is None else operators[1]
         self._weight = weight if operators is None else operators[0](weight.contiguous(), 64)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
+        rows = len(x_TI)
+        if rows < self.floor:
+            return self._multiply(F.pad(x_TI, (0, 0, 0, self.floor - rows)))[:rows]
+        return self._multiply(x_TI)
+
+    def _multiply(self, x_TI: Tensor) -> Tensor:
         if self._product is None:
             return F.linear(x_TI, self._weight, self._bias)
         return self._product(x_TI, self._weight, self._bias, "none", [], "")
 
 
-def bucket(rows: int, floor: int = ROW_BUCKETS[0]) -> int:
-    """The row count that `rows` rows are padded to: the next bucket, at least `floor`."""
-    rows = max(rows, floor)
+def bucket(rows: int) -> int:
+    """The row count that `rows` rows are padded to: the next bucket."""
     for size in ROW_BUCKETS:
         if rows <= size:
             return size
@@ -79,6 +87,7 @@ def row_floor(linear: PackedLinear, dtype: torch.dtype) -> int:
         generator = torch.Generator().manual_seed(0)
         most = ROW_BUCKETS[-1] if linear.shape[0] < 16384 else 128
         x_TI = torch.randn(most, linear.shape[1], generator=generator).to(dtype)
+        linear.floor = 0
         whole_TO = linear(x_TI)
         floor = most
         for size in reversed([size for size in ROW_BUCKETS if size < most]):

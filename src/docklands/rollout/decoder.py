@@ -73,7 +73,7 @@ class DenseDecoder:
         self._head = PackedLinear(model.head_weight.detach())
         self._inverse = inverse_frequencies(self._config)
         self._cos, self._sin = self._rotary(256)
-        self._floor: tuple[int, int] = (0, 0)
+        self._threads = 0
 
     def _prepare(self, block: Block) -> _Layer:
         c = self._config
@@ -108,13 +108,14 @@ class DenseDecoder:
         return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
     def rows(self, rows: int) -> int:
-        """Padded to where every layer's products give a row the same bits in any company."""
+        """The next bucket; a product pads further where a row would have other bits in other company."""
         threads = torch.get_num_threads()
-        if self._floor[0] != threads:
-            first = self._layers[0]
-            linears = (first.qkv, first.o, first.gate_up, first.down, self._head)
-            self._floor = threads, max(row_floor(linear, self._embed.dtype) for linear in linears)
-        return bucket(rows, self._floor[1])
+        if self._threads != threads:
+            self._threads = threads
+            products = [p for layer in self._layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+            for linear in (*products, self._head):
+                linear.floor = row_floor(linear, self._embed.dtype)
+        return bucket(rows)
 
     def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attend: Context) -> Tensor:
         """-> hidden_TD after the final norm."""
