@@ -3,7 +3,7 @@
 
 Each side is a process of its own; they take turns step by step (A B A B), so that both see the same machine. Same model
 directory, prompts, reward function, optimizer settings, batch, threads and environment. The first steps are left out.
-The last lines are JSON: ratio > 1 means that we are better; `spread` is the middle half of the ratios of single rounds.
+The last lines of each case are JSON: ratio > 1 means that we are better; `spread` is the middle half of the ratios of single rounds.
 
     python bench/vs_trl.py --peer-python PATH       an interpreter that has TRL: requirements/bench.txt
 """
@@ -193,18 +193,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.side != "ours":
         print(f"peer: trl {check_peer(options.peer_python)}, {options.threads} threads on each side")
-    lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="vs_trl_") as temporary:
         for name in CASES if options.case == "all" else [options.case]:
             case = with_options(CASES[name], options)
             sides = run_case(case, options, Path(options.work or temporary) / name)
             if options.side == "both":
                 same_work(sides, case)
-                lines += results(case, sides, options.warmup)
+                lines = results(case, sides, options.warmup)
             else:
-                lines.append(alone(case, options.side, sides[options.side], options.warmup))
-    for line in lines:
-        print(json.dumps(line))
+                lines = [alone(case, options.side, sides[options.side], options.warmup)]
+            for line in lines:
+                print(json.dumps(line), flush=True)
     return 0
 
 
