@@ -3,7 +3,8 @@
 
 Each side is a process of its own; they take turns step by step (A B A B), so that both see the same machine. Same model
 directory, prompts, reward function, optimizer settings, batch, threads and environment. The first steps are left out.
-The last lines of each case are JSON: ratio > 1 means that we are better; `spread` is the middle half of the ratios of single rounds.
+Each case ends with lines of JSON: ratio > 1 means that we are better; `spread` is the middle half of the ratios of
+single rounds.
 
     python bench/vs_trl.py --peer-python PATH       an interpreter that has TRL: requirements/bench.txt
 """

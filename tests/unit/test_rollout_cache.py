@@ -16,6 +16,7 @@ from docklands.kernels.packed_linear import PackedLinear, bucket, row_floor
 from docklands.kernels.paged_attention import MASKED
 from docklands.rollout.attention import DecodeAttention, RowPages, regroup, ungroup
 from docklands.rollout.capacity import cache_pages, check_requests
+from docklands.rollout.compiled import CompiledAttention
 from docklands.rollout.kv_cache import PagedCache
 from docklands.rollout.queue import WorkQueue
 from docklands.rollout.scheduler import Scheduler
@@ -108,10 +109,13 @@ def test_paged_attention_equals_plain_attention(data: st.DataObject) -> None:
 
     rows = len(own)
     slots = pool.slots(np.array([c[2][0] for c in contexts]), np.array([c[2][1] for c in contexts]))
-    attend = DecodeAttention(pool, RowPages(table(own), table(shared), np.array(places)), rows, heads, slots)
+    lengths = [np.array([c[i].shape[1] for c in contexts]) for i in (1, 0)]
+    pages = RowPages(table(own), table(shared), np.array(places), *lengths)
     q_RNH = torch.randn(rows, heads, 8)
     k, v = (torch.stack([c[1][i, -1] for c in contexts]) for i in (0, 1))
-    found = attend(0, q_RNH, k, v, 0.3)
+    found = DecodeAttention(pool, pages, rows, heads, slots)(0, q_RNH, k, v, 0.3)
+    compiled = CompiledAttention(pool, pages, slots)(0, torch.cat([q_RNH, q_RNH[:1]]), k, v, 0.3)
+    assert torch.allclose(compiled[:rows], found, atol=2e-6) and not compiled[rows:].any()
     for row, (kv, tail, _) in enumerate(contexts):
         keys, values = (torch.cat([kv[i], tail[i]]).repeat_interleave(heads // 2, 1) for i in (0, 1))
         weights = torch.softmax(torch.einsum("nh,snh->ns", q_RNH[row], keys) * 0.3, -1)

@@ -53,11 +53,14 @@ class RowPages:
     own       [rows, n] pages of the sample's own tokens, in order
     prompt    [rows, n] pages of its prompt, in order
     place     [rows] which of its prompt's samples it is
+    own_tokens, prompt_tokens   [rows] tokens there, the new one included
     """
 
     own: np.ndarray
     prompt: np.ndarray
     place: np.ndarray
+    own_tokens: np.ndarray
+    prompt_tokens: np.ndarray
 
 
 class DecodeAttention:

@@ -20,8 +20,9 @@ from docklands.kernels.packed_linear import PackedLinear, bucket, row_floor
 from docklands.models import CausalLM
 from docklands.models.blocks import Block, inverse_frequencies, rotary_tables
 from docklands.rollout.attention import DecodeAttention, PromptAttention
+from docklands.rollout.compiled import CompiledAttention
 
-Context = PromptAttention | DecodeAttention
+Context = PromptAttention | DecodeAttention | CompiledAttention
 
 
 class Decoder(Protocol):

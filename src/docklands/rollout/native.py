@@ -21,8 +21,9 @@ from docklands.core.protocols import Generation, Request
 from docklands.errors import MissingWeight, RolloutError, ShapeMismatch
 from docklands.models import CausalLM, ModelConfig
 from docklands.models.build import allocate
-from docklands.rollout.attention import DecodeAttention, PromptAttention
+from docklands.rollout.attention import PromptAttention
 from docklands.rollout.capacity import cache_pages, check_requests
+from docklands.rollout.compiled import decode_attention
 from docklands.rollout.decoder import Decoder, decoder_for
 from docklands.rollout.kv_cache import NULL_PAGE, PagedCache
 from docklands.rollout.queue import WorkQueue
@@ -237,7 +238,7 @@ class NativeEngine:
         pages[rows], offsets[rows] = running.own[rows, column], offset
         cache.reveal(pages[rows], offsets[rows])
         slots = cache.slots(pages, offsets)
-        attend = DecodeAttention(cache, running.row_pages(), padded, self.config.num_heads, slots)
+        attend = decode_attention(cache, running.row_pages(), padded, self.config.num_heads, slots)
         hidden_RD = self._decoder.hidden(self._tensor(tokens), self._tensor(positions), attend)
         self._counts["decode_steps"] += 1
         self._counts["rows"] += len(rows)

@@ -146,7 +146,8 @@ class RunningBatch:
     def row_pages(self) -> RowPages:
         """Page tables of the rows in use, without columns nobody uses."""
         own, prompt = self.own[: self.count], self.prompt[: self.count]
-        return RowPages(own[:, (own >= 0).any(0)], prompt[:, (prompt >= 0).any(0)], self.place[: self.count])
+        lengths = self.made[: self.count], self.prompt_length[: self.count]
+        return RowPages(own[:, (own >= 0).any(0)], prompt[:, (prompt >= 0).any(0)], self.place[: self.count], *lengths)
 
     def pages_of(self, row: int) -> np.ndarray:
         """The sample's own pages."""
