@@ -83,7 +83,7 @@ class RolloutSection(Section):
     engine: Literal["native"] = Field(default="native", description="generation engine")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: train.dtype")
     max_batch: Positive = Field(default=256, description="sequences decoded at once (continuous batching refills)")
-    kv_block_tokens: Positive = Field(default=16, description="tokens per KV-cache page")
+    kv_block_tokens: Positive = Field(default=32, description="tokens per KV-cache page")
     kv_cache_tokens: NonNegative = Field(default=0, description="KV-cache capacity in tokens; 0: sized for max_batch")
     sample_deadline_s: float = Field(default=600.0, gt=0, description="deadline of one rollout batch, in seconds")
 
