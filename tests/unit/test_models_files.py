@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from docklands import models
 from docklands.errors import CheckpointError, ConfigError, DataError
+from docklands.models.hf_io import not_finite
 from docklands.models.hf_write import COMPANIONS
 
 CONFIG: dict[str, Any] = {
@@ -125,7 +126,11 @@ def test_shards_that_are_missing_or_incomplete(tmp_path: Path) -> None:
         ({"head_dim": None, "num_attention_heads": 5}, ["hidden_size 24 is not a multiple of 5 heads"]),
         ({"vocab_size": None}, ["key 'vocab_size' is missing"]),
         ({"vocab_size": "many"}, ["vocab_size is 'many'"]),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["rotary scaling 'yarn'", "llama3"]),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}},
+            ["rotary scaling 'longrope'", "llama3", "yarn"],
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn rotary scaling lacks original_max"]),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, ["lacks low_freq_factor"]),
         ({"quantization_config": {"bits": 4}}, ["quantised weights cannot be trained"]),
         ({"architectures": None, "model_type": None}, ["names neither architectures nor model_type"]),
@@ -183,3 +188,13 @@ def test_a_full_disk_leaves_the_old_directory_intact(directory: Path) -> None:
         signal.signal(signal.SIGXFSZ, handler)
     assert {p.name: p.read_bytes() for p in directory.iterdir()} == before
     assert [p.name for p in directory.parent.iterdir()] == [directory.name]
+
+
+def test_not_finite_counts_in_any_dtype() -> None:
+    """Also where the sum of squares overflows and nothing is wrong."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        weight = torch.full((3, 4), 6e4, dtype=dtype)
+        assert not_finite(weight) == 0
+        weight[1, 2], weight[2, 0] = torch.inf, torch.nan
+        assert not_finite(weight) == 2
+    assert not_finite(torch.full((4,), 3e38)) == 0

@@ -8,8 +8,9 @@ Trailing integers are fixed inner dimensions, e.g. ("T", 24, 8) for MoE router c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -101,6 +102,23 @@ VALUES = Field("values", "float32", ("T",), "critic's value before token t is sa
 ADVANTAGE = Field("advantage", "float32", (), "outcome advantage of the sample, the same for its tokens")
 TOKEN_ADVANTAGES = Field("token_advantages", "float32", ("T",), "advantage per token (GAE)")
 RETURNS = Field("returns", "float32", ("T",), "value target per token")
+
+ROUTES = "routes"
+"""Name of the column of router choices; its shape is the model's, see `routes_field`."""
+
+
+def routes_field(layers: int, top_k: int) -> Field[Any]:
+    """Experts that the generator chose, written by rollout: [T, layers with experts, experts of a token], -1 unknown.
+
+    Entry t was chosen while token t was fed to the model, so a response's last token has none: it was never fed.
+    """
+    return Field(ROUTES, "int16", ("T", layers, top_k), "experts chosen when token t was fed; -1: not recorded")
+
+
+def routes_in(fields: Iterable[Field[Any]]) -> Field[Any] | None:
+    """The column of router choices among these; None: not recorded."""
+    return next((field for field in fields if field.name == ROUTES), None)
+
 
 FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2
 FINISH_NAMES = {FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_ABORT: "abort"}

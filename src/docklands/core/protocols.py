@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -72,7 +73,16 @@ class DockClient(Protocol):
 
 
 class Dock(DockClient, Protocol):
-    """The whole dock, as the loop sees it."""
+    """The whole dock, as the loop sees it: in the driver's process, or in processes of its own.
+
+    open, leave  start what it needs, in the event loop that uses it; leave nothing behind
+    describe     for people; from any thread, also when the event loop is stuck
+    save, load   a state, and files that are moved to the checkpoint's `folder`
+    """
+
+    async def open(self) -> None: ...
+
+    async def leave(self) -> None: ...
 
     async def slot(self) -> bool: ...
 
@@ -86,11 +96,21 @@ class Dock(DockClient, Protocol):
 
     async def finish(self, rows: Rows, outcome: Outcome) -> None: ...
 
+    async def give_back(self, rows: Rows) -> None: ...
+
     async def drop(self, rows: Rows, reason: str) -> None: ...
 
     async def retire(self, rows: Rows) -> None: ...
 
     async def close(self) -> None: ...
+
+    async def counts(self) -> Mapping[str, float]: ...
+
+    def describe(self) -> str: ...
+
+    async def save(self) -> tuple[dict[str, Any], Sequence[Path]]: ...
+
+    async def load(self, state: Mapping[str, Any], folder: Path) -> None: ...
 
 
 class Role(Protocol):
@@ -133,11 +153,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Generation:
-    """One finished sample; the three sequences are of equal length.
+    """One finished sample; the first three sequences are of equal length.
 
     logprobs  log p of each sampled token under softmax(logits / temperature), before top-k/top-p truncation
     versions  weight version that produced each token
     finish    FINISH_STOP (a stop id, kept as the last token), FINISH_LENGTH, FINISH_ABORT
+    routes    router choices of prompt and response, int16 [tokens of both, layers, k], -1 for a token that was not fed
+              to the model (the last one); None when they are not recorded
     """
 
     token_ids: Sequence[int]
@@ -145,6 +167,7 @@ class Generation:
     versions: Sequence[int]
     finish: int
     request_id: int = 0
+    routes: np.ndarray | None = None
 
 
 class RolloutEngine(Protocol):

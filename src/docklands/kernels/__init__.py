@@ -1,6 +1,7 @@
 """Fused operations behind one dispatch: reference (CPU and oracle), cuda.py, npu.py.
 
-Legend: T packed tokens, D model (or any last dimension), F feed-forward, N heads, K kv heads, H head dim, V vocabulary.
+Legend: T packed tokens, S keys, D model (or any last dimension), F feed-forward, N heads, K kv heads, H head dim,
+V vocabulary, E experts, k experts of a token, M rows of experts, I inputs, O outputs.
 
 Activations decide the precision: a parameter of another dtype is cast to the activation's at each use, and its gradient
 comes back in its own dtype. No cast is kept: a version counter does not see every optimizer's step (the fused AdamW of
@@ -10,27 +11,50 @@ torch does not raise it), so a kept one could be stale. An engine that wants to 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from docklands.kernels.logprob import logprob_of_logits, sampled_logprob
 
+if TYPE_CHECKING:
+    from docklands.kernels.grouped_mm import ExpertRows
+
 __all__ = [
+    "OPERATIONS",
     "get",
+    "grouped_linear",
     "linear",
     "logprob_of_logits",
     "packed_attention",
+    "permute",
     "rms_norm",
     "rope",
     "sampled_logprob",
     "swiglu",
     "swiglu_fused",
+    "unpermute",
+    "used",
+    "varlen_attention",
 ]
 
 _BACKENDS = {"cuda": "docklands.kernels.cuda", "npu": "docklands.kernels.npu"}
+OPERATIONS = (
+    "varlen_attention",
+    "packed_attention",
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "swiglu_fused",
+    "linear",
+    "grouped_linear",
+    "permute",
+    "unpermute",
+    "sampled_logprob",
+)
+"""Every operation that `get` knows."""
 
 
 @cache
@@ -40,11 +64,16 @@ def get(op: str, device_type: str) -> Callable[..., Any]:
     KeyError for an operation that does not exist.
     """
     names = [_BACKENDS[device_type]] if device_type in _BACKENDS else []
-    for name in [*names, "docklands.kernels.reference", "docklands.kernels.attention"]:
+    for name in [*names, *(f"docklands.kernels.{m}" for m in ("reference", "attention", "grouped_mm", "logprob"))]:
         found = getattr(importlib.import_module(name), op, None)
         if found is not None:
             return found
     raise KeyError(f"no kernel {op!r}")
+
+
+def used(device_type: str) -> dict[str, str]:
+    """Operation -> the module of this package that computes it on a device type."""
+    return {op: get(op, device_type).__module__.rsplit(".", 1)[1] for op in OPERATIONS}
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -72,6 +101,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return get("linear", x.device.type)(x, weight, bias)
 
 
+def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """Rows sorted by expert, each times the transposed weight of its own; `ends_E`: int32, one past each expert's last
+    row, M in the end. -> [M, O] in x's dtype.
+    """
+    return get("grouped_linear", x_MI.device.type)(x_MI, weight_EOI, ends_E)
+
+
 def packed_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, seqlens: list[int], scale: float) -> Tensor:
     """Causal attention inside each of the sequences packed end to end; grouped-query when K < N. -> o_TNH."""
     return get("packed_attention", q_TNH.device.type)(q_TNH, k_TKH, v_TKH, seqlens, scale)
+
+
+def varlen_attention(
+    q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, lengths: tuple[Sequence[int], Sequence[int]], scale: float
+) -> Tensor:
+    """Causal attention of each sequence's queries to its keys, both packed end to end; `lengths`: queries and keys of
+    each. The last query sees all keys, the one before it all but the last, and so on. -> o_TNH. TrainError.
+    """
+    return get("varlen_attention", q_TNH.device.type)(q_TNH, k_SKH, v_SKH, lengths, scale)
+
+
+def permute(x_TD: Tensor, rows: ExpertRows) -> Tensor:
+    """Each token's state to the rows of its experts. -> x_MD"""
+    return get("permute", x_TD.device.type)(x_TD, rows)
+
+
+def unpermute(y_MD: Tensor, rows: ExpertRows, weight_Tk: Tensor) -> Tensor:
+    """Weighted sum of each token's rows. -> y_TD in y's dtype"""
+    return get("unpermute", y_MD.device.type)(y_MD, rows, weight_Tk)

@@ -1,10 +1,11 @@
 """Causal attention over sequences packed end to end.
 
-Legend: T packed tokens, N heads, K kv heads, H head dim, B sequences of one length, S tokens of each.
+Legend: T packed tokens, N heads, K kv heads, H head dim, B sequences of one length, S tokens of each, or keys in all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from docklands.errors import TrainError
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+Lengths = tuple[Sequence[int], Sequence[int]]
+"""Queries and keys of each sequence, in packed order."""
 
 
 def buckets_of(seqlens: list[int]) -> dict[int, list[int]]:
@@ -54,6 +59,31 @@ def packed_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, seqlens: list[
     order = torch.empty(len(q_TNH), dtype=torch.long, device=q_TNH.device)
     order[torch.cat(indices)] = torch.arange(len(q_TNH), device=q_TNH.device)
     return torch.cat(outs)[order]
+
+
+def check_varlen(q_TNH: Tensor, k_SKH: Tensor, lengths: Lengths) -> None:
+    """TrainError when the lengths do not fit the packs, or a sequence has fewer keys than queries."""
+    queries, keys = lengths
+    check_lengths(q_TNH, list(queries))
+    check_lengths(k_SKH, list(keys))
+    if len(queries) != len(keys) or any(a > b for a, b in zip(queries, keys)):
+        raise TrainError(f"attention: {len(queries)} and {len(keys)} lengths; a sequence needs a key for every query")
+
+
+def varlen_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, lengths: Lengths, scale: float) -> Tensor:
+    """See kernels.varlen_attention: one SDPA call a sequence, where queries and keys differ in number."""
+    check_varlen(q_TNH, k_SKH, lengths)
+    queries, keys = lengths
+    if list(queries) == list(keys):
+        return packed_attention(q_TNH, k_SKH, v_SKH, list(queries), scale)
+    grouped, outs = q_TNH.shape[1] != k_SKH.shape[1], [q_TNH[:0]]
+    for q, k, v in zip(q_TNH.split(list(queries)), k_SKH.split(list(keys)), v_SKH.split(list(keys))):
+        seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+        parts = (x.transpose(0, 1)[None] for x in (q, k, v))
+        if len(q):
+            o = F.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale, enable_gqa=grouped)
+            outs.append(o[0].transpose(0, 1))
+    return torch.cat(outs)
 
 
 def _one_length(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sequences: int, scale: float) -> Tensor:

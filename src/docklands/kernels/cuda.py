@@ -1,6 +1,6 @@
 """CUDA: torch's own fused operations where it has them; everything else falls back to the reference.
 
-Legend: T packed tokens, D model, N heads, K kv heads, H head dim.
+Legend: T packed tokens, S keys, D model, N heads, K kv heads, H head dim.
 """
 
 from __future__ import annotations
@@ -17,18 +17,33 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x_TD, (x_TD.shape[-1],), weight_D.to(x_TD.dtype), eps)
 
 
-def packed_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, seqlens: list[int], scale: float) -> Tensor:
-    """See kernels.packed_attention: variable-length flash attention in half precision, the reference in fp32."""
-    if q_TNH.dtype not in (torch.float16, torch.bfloat16):
-        return attention.packed_attention(q_TNH, k_TKH, v_TKH, seqlens, scale)
-    attention.check_lengths(q_TNH, seqlens)
+def varlen_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, lengths: attention.Lengths, scale: float) -> Tensor:
+    """See kernels.varlen_attention; torch's own flash attention in half precision, the reference in fp32."""
+    if q_TNH.dtype not in (torch.float16, torch.bfloat16) or not len(q_TNH):
+        return attention.varlen_attention(q_TNH, k_SKH, v_SKH, lengths, scale)
+    attention.check_varlen(q_TNH, k_SKH, lengths)
     from torch.nn.attention.varlen import varlen_attn
 
-    ends = torch.tensor([0, *seqlens]).cumsum(0).to(q_TNH.device, torch.int32)
-    longest, grouped = max(seqlens, default=0), q_TNH.shape[1] != k_TKH.shape[1]
-    causal = (-1, 0)  # any distance back, none ahead
+    q_ends, k_ends = (torch.tensor([0, *some]).cumsum(0).to(q_TNH.device, torch.int32) for some in lengths)
+    longest_q, longest_k = map(max, lengths)
+    grouped, causal = q_TNH.shape[1] != k_SKH.shape[1], (-1, 0)  # any distance back from the last key, none ahead
     out = varlen_attn(
-        q_TNH, k_TKH, v_TKH, ends, ends, longest, longest, scale=scale, window_size=causal, enable_gqa=grouped
+        q_TNH,
+        k_SKH,
+        v_SKH,
+        q_ends,
+        k_ends,
+        longest_q,
+        longest_k,
+        scale=scale,
+        window_size=causal,
+        enable_gqa=grouped,
     )
     assert isinstance(out, Tensor)
     return out
+
+
+def packed_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, seqlens: list[int], scale: float) -> Tensor:
+    """See kernels.packed_attention; `varlen_attention` with as many keys as queries."""
+    attention.check_lengths(q_TNH, seqlens)
+    return varlen_attention(q_TNH, k_TKH, v_TKH, (seqlens, seqlens), scale)

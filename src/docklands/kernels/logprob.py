@@ -110,24 +110,7 @@ class _SampledLogprob(torch.autograd.Function):
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, temperature: float, entropy: bool, rows: int
     ) -> tuple[Tensor, Tensor | None]:
         cast_VD = weight_VD.to(hidden_TD.dtype)
-        chunks = _Chunks(hidden_TD, cast_VD, temperature, rows)
-        target_T = hidden_TD.new_zeros(len(hidden_TD), dtype=torch.float32)
-        lse_QT = target_T.new_zeros(len(chunks.starts), len(hidden_TD))
-        entropy_QT = torch.zeros_like(lse_QT) if entropy else None
-        for i, start in enumerate(chunks.starts):
-            z_TC = chunks.logits(start)
-            inside_T, column_T = chunks.columns(targets_T, start, z_TC.shape[1])
-            target_T += z_TC.gather(1, column_T[:, None]).squeeze(1).mul_(inside_T)
-            _logsumexp(z_TC, chunks.scratch(z_TC.shape[1]), lse_QT[i])
-            if entropy_QT is not None:
-                logp_TC = z_TC.sub_(lse_QT[i, :, None])
-                p_TC = torch.exp(logp_TC, out=chunks.scratch(z_TC.shape[1]))
-                entropy_QT[i] = p_TC.mul_(logp_TC).sum(1).neg_()
-        lse_T = torch.logsumexp(lse_QT, 0)
-        entropy_T = None
-        if entropy_QT is not None:
-            gap_QT = lse_T - lse_QT
-            entropy_T = ((-gap_QT).exp_() * (entropy_QT + gap_QT)).sum(0)
+        target_T, lse_T, entropy_T = scan(_Chunks(hidden_TD, cast_VD, temperature, rows), targets_T, entropy)
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing in backward
         ctx.save_for_backward(hidden_TD, cast_VD, targets_T, lse_T, entropy_T)
         ctx.settings = temperature, rows, weight_VD.dtype
@@ -162,6 +145,32 @@ class _SampledLogprob(torch.autograd.Function):
         if grad_hidden_TD is not None:
             grad_hidden_TD = grad_hidden_TD.to(hidden_TD.dtype)
         return grad_hidden_TD, grad_weight_VD, None, None, None, None
+
+
+def scan(chunks: _Chunks, targets_T: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Once over the vocabulary. -> fp32 [T]: logit of the target (0 where no chunk holds it), lse, entropy."""
+    target_T = chunks.hidden_TD.new_zeros(len(chunks.hidden_TD), dtype=torch.float32)
+    lse_QT = target_T.new_zeros(len(chunks.starts), len(target_T))
+    entropy_QT = torch.zeros_like(lse_QT) if entropy else None
+    for i, start in enumerate(chunks.starts):
+        z_TC = chunks.logits(start)
+        inside_T, column_T = chunks.columns(targets_T, start, z_TC.shape[1])
+        target_T += z_TC.gather(1, column_T[:, None]).squeeze(1).mul_(inside_T)
+        _logsumexp(z_TC, chunks.scratch(z_TC.shape[1]), lse_QT[i])
+        if entropy_QT is not None:
+            logp_TC = z_TC.sub_(lse_QT[i, :, None])
+            p_TC = torch.exp(logp_TC, out=chunks.scratch(z_TC.shape[1]))
+            entropy_QT[i] = p_TC.mul_(logp_TC).sum(1).neg_()
+    return target_T, *merge(lse_QT, entropy_QT)
+
+
+def merge(lse_QT: Tensor, entropy_QT: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Of Q parts of the vocabulary -> of the whole."""
+    lse_T = torch.logsumexp(lse_QT, 0)
+    if entropy_QT is None:
+        return lse_T, None
+    gap_QT = lse_T - lse_QT
+    return lse_T, ((-gap_QT).exp_() * (entropy_QT + gap_QT)).sum(0)
 
 
 def _logsumexp(z_TC: Tensor, scratch_TC: Tensor, out_T: Tensor) -> None:

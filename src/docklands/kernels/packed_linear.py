@@ -33,7 +33,19 @@ def _operators() -> tuple[Any, Any] | None:
         return None
 
 
-class PackedLinear:
+class Product:
+    """x [T, I] -> [T, O]: a product with a fixed weight, as `row_floor` tries it."""
+
+    __slots__ = ("floor", "shape")
+
+    floor: int
+    shape: tuple[int, ...]
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class PackedLinear(Product):
     """x [T, I] -> x @ weight.T + bias [T, O], with the weight [O, I] prepared at construction.
 
     The result equals `F.linear` up to the order of summation. `weight` is not referenced afterwards when it was
@@ -42,7 +54,7 @@ class PackedLinear:
     floor  fewer rows than these are padded for this product alone (see `row_floor`)
     """
 
-    __slots__ = ("_bias", "_product", "_weight", "floor", "shape")
+    __slots__ = ("_bias", "_product", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.shape = tuple(weight.shape)
@@ -72,17 +84,17 @@ def bucket(rows: int) -> int:
     return -(-rows // 128) * 128
 
 
-_floors: dict[tuple[tuple[int, ...], torch.dtype, int], int] = {}
+_floors: dict[tuple[type, tuple[int, ...], torch.dtype, int], int] = {}
 
 
-def row_floor(linear: PackedLinear, dtype: torch.dtype) -> int:
+def row_floor(linear: Product, dtype: torch.dtype) -> int:
     """The smallest bucket from which on every bucket gives each row the same bits, by trying them. CPU only.
 
     Matrix libraries choose a blocking by the number of rows, and with it the order of summation. A generator that pads
     to at least this many rows computes a token's logits independently of what else is in the batch. The answer is kept
-    per shape, dtype and thread count.
+    per kind of product, shape, dtype and thread count.
     """
-    key = (linear.shape, dtype, torch.get_num_threads())
+    key = (type(linear), linear.shape, dtype, torch.get_num_threads())
     if key not in _floors:
         generator = torch.Generator().manual_seed(0)
         most = ROW_BUCKETS[-1] if linear.shape[0] < 16384 else 128

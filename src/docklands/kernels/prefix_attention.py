@@ -8,13 +8,16 @@ of like size form a tile, and a tile is one dense attention call with a mask. So
 not computed (beyond the padding inside a tile), short groups take a few calls in all, and long sequences stay flash.
 
 On the CPU one autograd function keeps q, k, v, o and the log-sum-exp, and its backward runs in fp32: the bf16 backward
-of the CPU flash kernel takes 4 to 5 times as long. Elsewhere the same tiles go through scaled_dot_product_attention.
+of the CPU flash kernel takes 4 to 5 times as long. On other devices, in half precision, the whole pack is one call of
+the device's variable-length attention: a suffix is a sequence whose keys are its prefix and itself, gathered. In fp32
+the tiles go through scaled_dot_product_attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from docklands import kernels
 from docklands.errors import TrainError
 
 Group = tuple[int, Sequence[int]]
@@ -112,17 +116,48 @@ class PrefixAttention:
     """
 
     def __init__(self, groups: Sequence[Group], device: torch.device | str = "cpu", portable: bool = False) -> None:
+        self.groups = groups
         self.device = torch.device(device)
         self.tokens = sum(prefix + sum(suffixes) for prefix, suffixes in groups)
-        self.tiles = [Tile(rows, self.device) for rows in tiles_of(rows_of(groups))]
         self.portable = portable or self.device.type != "cpu"
+
+    @cached_property
+    def tiles(self) -> list[Tile]:
+        """The pack as dense calls."""
+        return [Tile(rows, self.device) for rows in tiles_of(rows_of(self.groups))]
+
+    @cached_property
+    def lengths(self) -> tuple[list[int], list[int]]:
+        """The pack as sequences: queries and keys of each."""
+        pairs = [(n, n + (prefix if i else 0)) for prefix, suffixes in self.groups for i, n in each(prefix, suffixes)]
+        return [queries for queries, _ in pairs], [keys for _, keys in pairs]
+
+    @cached_property
+    def key_S(self) -> Tensor | None:
+        """The token of each of those keys; None: keys are the pack itself."""
+        pieces, start = [np.empty(0, np.int64)], 0
+        for prefix, suffixes in self.groups:
+            first = start
+            for i, length in each(prefix, suffixes):
+                shared = np.arange(first, first + prefix) if i else np.empty(0, np.int64)
+                pieces += [shared, np.arange(start, start + length)]
+                start += length
+        return None if self.lengths[0] == self.lengths[1] else torch.from_numpy(np.concatenate(pieces)).to(self.device)
 
     def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, scale: float) -> Tensor:
         if len(q_TNH) != self.tokens:
             raise TrainError(f"prefix attention: {self.tokens} tokens are laid out, {len(q_TNH)} were given")
+        if self.device.type != "cpu" and q_TNH.dtype in (torch.float16, torch.bfloat16):
+            return self.varlen(q_TNH, k_TKH, v_TKH, scale)
         if self.portable:
             return self._portable(q_TNH, k_TKH, v_TKH, scale)
         return _CpuTiles.apply(q_TNH, k_TKH, v_TKH, self.tiles, scale)  # type: ignore[return-value]
+
+    def varlen(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, scale: float) -> Tensor:
+        """One call of kernels.varlen_attention."""
+        if self.key_S is not None:
+            k_TKH, v_TKH = k_TKH[self.key_S], v_TKH[self.key_S]
+        return kernels.varlen_attention(q_TNH, k_TKH, v_TKH, self.lengths, scale)
 
     def _portable(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, scale: float) -> Tensor:
         outs, tokens = [], []
@@ -142,6 +177,11 @@ class PrefixAttention:
         if not outs:
             return torch.empty_like(q_TNH)
         return torch.cat(outs)[torch.argsort(torch.cat(tokens))]
+
+
+def each(prefix: int, suffixes: Sequence[int]) -> Sequence[tuple[int, int]]:
+    """(0, length of the prefix), (1, length of the first suffix), ...; without the empty ones."""
+    return [(i, length) for i, length in enumerate([prefix, *suffixes]) if length]
 
 
 def prefix_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, groups: Sequence[Group], scale: float) -> Tensor:

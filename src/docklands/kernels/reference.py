@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from docklands.kernels import deferred
+
 
 class _Linear(torch.autograd.Function):
     """F.linear with the weight cast to the activation's dtype, its gradient in its own."""
@@ -23,6 +25,7 @@ class _Linear(torch.autograd.Function):
         cast = weight.to(x.dtype)
         ctx.save_for_backward(x, cast)
         ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
+        ctx.later = deferred.store_for(weight)
         return F.linear(x, cast, bias.to(x.dtype) if bias is not None else None)
 
     @staticmethod
@@ -32,7 +35,10 @@ class _Linear(torch.autograd.Function):
         weight_dtype, bias_dtype = ctx.dtypes
         grad_2d = grad.reshape(-1, grad.shape[-1])
         grad_x = grad @ cast if ctx.needs_input_grad[0] else None
-        grad_weight = (grad_2d.t() @ x.reshape(-1, x.shape[-1])).to(weight_dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            make = lambda: (grad_2d.t() @ x.reshape(-1, x.shape[-1])).to(weight_dtype)  # noqa: E731
+            grad_weight = deferred.gradient(ctx.later, make)
         grad_bias = grad_2d.sum(0, dtype=bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias
 

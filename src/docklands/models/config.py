@@ -1,6 +1,6 @@
 """What a model is, independent of whose names its files use.
 
-Legend: V vocabulary, D model, L layers, N heads, K kv heads, H head dim, F feed-forward.
+Legend: V vocabulary, D model, L layers, N heads, K kv heads, H head dim, F feed-forward, E experts.
 """
 
 from __future__ import annotations
@@ -8,22 +8,100 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from docklands.errors import ConfigError, DataError
 from docklands.registry import Registry
 
 
 @dataclass(frozen=True)
+class MoeConfig:
+    """Mixture of experts in place of the feed-forward block of some layers (arXiv 2412.19437, 2505.09388).
+
+    top_k        experts of a token; expert_size: F of each
+    shared_size  F of the expert that every token goes through; 0: none
+    scoring      router probabilities by softmax over all experts, or by a sigmoid of each
+    normalize    the weights of the chosen experts sum to one; scale: then times this
+    groups       the experts form so many equal groups, and a token may use `top_groups` of them; 1: no limit
+    first_dense, sparse_step, dense_layers   which layers keep a dense block, see `is_sparse`
+    """
+
+    experts: int
+    top_k: int
+    expert_size: int
+    shared_size: int = 0
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    first_dense: int = 0
+    sparse_step: int = 1
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if min(self.experts, self.top_k, self.expert_size, self.groups, self.top_groups, self.sparse_step) <= 0:
+            raise DataError(f"model config: a size of the mixture of experts is not positive: {self}")
+        if self.experts % self.groups or self.top_groups > self.groups:
+            raise DataError(
+                f"model config: {self.experts} experts in {self.groups} groups of which {self.top_groups} are used",
+                "experts must be a multiple of groups, and the groups used at most all",
+            )
+        size = self.experts // self.groups
+        if self.top_k > self.top_groups * size:
+            raise DataError(
+                f"model config: {self.top_k} experts a token, but {self.top_groups} groups of {size} hold fewer"
+            )
+        if self.groups > 1 and size < 2:
+            raise DataError("model config: a group of experts is scored by its two best, so it needs two")
+
+    @property
+    def biased(self) -> bool:
+        """Whether the choice (not the weight) is corrected by a bias per expert."""
+        return self.scoring == "sigmoid"
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether this layer has experts."""
+        return layer >= self.first_dense and (layer + 1) % self.sparse_step == 0 and layer not in self.dense_layers
+
+
+@dataclass(frozen=True)
+class MlaConfig:
+    """Multi-head latent attention (arXiv 2405.04434 section 2.1): low-rank q and kv, rotary part of a head apart.
+
+    q_rank       of the query's bottleneck; 0: none
+    kv_rank      of what keys and values are made from
+    nope_dim, rope_dim   parts of a query or key head without and with rotary embedding; head_dim is their sum
+    v_dim        of a value head
+    interleaved  rotary pairs are (2i, 2i + 1) in the files' weights, else (i, i + rope_dim / 2)
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        if min(self.kv_rank, self.nope_dim, self.rope_dim, self.v_dim) <= 0 or self.rope_dim % 2:
+            raise DataError(f"model config: sizes must be positive and rope_dim even: {self}")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """A dense decoder. `from_hf` and `to_hf` translate the config.json of a Hugging Face directory.
+    """A decoder, dense or with experts. `from_hf` and `to_hf` translate the config.json of a Hugging Face directory.
 
     architecture   Hugging Face class name, the key of the family in the registry
+    head_dim       of a query or key head
     rope_scaling   None, or the llama3 rule: factor, low_freq_factor, high_freq_factor,
-                   original_max_position_embeddings
+                   original_max_position_embeddings; or rope_type "yarn": factor, original_max_position_embeddings,
+                   and optionally beta_fast, beta_slow, mscale, mscale_all_dim, attention_factor, truncate
     qkv_bias       bias on q, k, v projections; o_bias: on the output projection
     qk_norm        RMS norm over each head of q and k, before the rotary embedding
     eos_ids        every id that ends a response; bos_id, pad_id: -1 when the model has none
+    moe, mla       None: dense layers, grouped-query attention
+    mtp_layers     multi-token-prediction layers after the last one: kept in files, not computed
     """
 
     architecture: str
@@ -46,6 +124,9 @@ class ModelConfig:
     bos_id: int = -1
     pad_id: int = -1
     init_std: float = 0.02
+    moe: MoeConfig | None = None
+    mla: MlaConfig | None = None
+    mtp_layers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
@@ -58,6 +139,8 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise DataError(f"model config: head_dim {self.head_dim} is odd, the rotary embedding needs pairs")
+        if self.mla and (self.num_kv_heads, self.head_dim) != (self.num_heads, self.mla.nope_dim + self.mla.rope_dim):
+            raise DataError("model config: latent attention has as many kv heads as heads, of nope_dim + rope_dim")
 
     @staticmethod
     def from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -80,9 +163,42 @@ class ModelConfig:
         return sum(math.prod(spec.shape) for spec in table_for(self) if spec.tied_to is None)
 
     @property
+    def rope_dim(self) -> int:
+        """Numbers of a head that the rotary embedding turns."""
+        return self.mla.rope_dim if self.mla else self.head_dim
+
+    @property
+    def cache_shape(self) -> tuple[int, int]:
+        """(heads, numbers of each) that one token keeps in a KV cache per layer, as a key and as a value.
+
+        Latent attention keeps one vector that serves all heads, as key and value at once.
+        """
+        return (1, self.mla.kv_rank + self.mla.rope_dim) if self.mla else (self.num_kv_heads, self.head_dim)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Numbers that one token keeps in a KV cache (times the dtype's size)."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return (1 if self.mla else 2) * self.num_layers * math.prod(self.cache_shape)
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Layers with experts."""
+        return tuple(i for i in range(self.num_layers) if self.moe is not None and self.moe.is_sparse(i))
+
+    @property
+    def routed(self) -> tuple[int, int] | None:
+        """(layers with experts, experts of a token): shape of a token's router choices; None: no layer has experts."""
+        return (len(self.sparse_layers), self.moe.top_k) if self.moe is not None and self.sparse_layers else None
+
+
+ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
+    ),
+}
+"""Rotary scaling rules: keys that must be there, keys that may be."""
 
 
 @dataclass(frozen=True)
@@ -122,26 +238,28 @@ class HfConfig:
         kind = rule.get("rope_type", rule.get("type", "default"))
         if kind == "default":
             return theta, None
-        if kind != "llama3":
-            raise DataError(f"{self.where}: rotary scaling {kind!r} is not supported", "supported: default, llama3")
-        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        missing = [key for key in keys if key not in rule]
+        if kind not in ROPE_KEYS:
+            known = ", ".join(("default", *ROPE_KEYS))
+            raise DataError(f"{self.where}: rotary scaling {kind!r} is not supported", f"supported: {known}")
+        keys, optional = ROPE_KEYS[kind]
+        missing = [key for key in keys if rule.get(key) is None]
         if missing:
-            raise DataError(f"{self.where}: llama3 rotary scaling lacks {', '.join(missing)}")
-        return theta, {key: rule[key] for key in keys}
+            raise DataError(f"{self.where}: {kind} rotary scaling lacks {', '.join(missing)}")
+        said = {key: rule[key] for key in (*keys, *optional) if rule.get(key) is not None}
+        return theta, said if kind == "llama3" else {"rope_type": kind, **said}
 
     def eos_ids(self) -> tuple[int, ...]:
         """All end-of-sequence ids."""
         value = self.values.get("eos_token_id")
         return () if value is None else tuple(value) if isinstance(value, list) else (int(value),)
 
-    def common(self) -> dict[str, Any]:
-        """The fields that every dense family spells alike."""
+    def common(self, head_dim: int = 0) -> dict[str, Any]:
+        """The fields that every family spells alike. `head_dim` 0: from the file."""
         self.refuse("hidden_act", ("silu",), "the feed-forward block is SwiGLU")
         self.refuse("attention_dropout", (0.0, 0, None), "dropout is not implemented: set it to 0")
         self.refuse("partial_rotary_factor", (1.0, 1, None), "the rotary embedding covers the whole head")
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
-        if self.values.get("head_dim") is None and hidden % heads:
+        if not head_dim and self.values.get("head_dim") is None and hidden % heads:
             raise DataError(f"{self.where}: hidden_size {hidden} is not a multiple of {heads} heads, and no head_dim")
         theta, scaling = self.rope()
         pad = self.values.get("pad_token_id")
@@ -152,7 +270,7 @@ class HfConfig:
             "num_layers": self.integer("num_hidden_layers"),
             "num_heads": heads,
             "num_kv_heads": self.integer("num_key_value_heads", heads),
-            "head_dim": self.integer("head_dim", hidden // heads),
+            "head_dim": head_dim or self.integer("head_dim", hidden // heads),
             "intermediate_size": self.integer("intermediate_size"),
             "rope_theta": theta,
             "rope_scaling": scaling,
@@ -167,10 +285,10 @@ class HfConfig:
 
 
 def common_hf(config: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json that every dense family spells alike."""
+    """The keys of config.json that every family spells alike."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
-        rope = {**rope, "rope_type": "llama3", **config.rope_scaling}
+        rope |= {"rope_type": "llama3", **config.rope_scaling}
     eos: Any = list(config.eos_ids) if len(config.eos_ids) > 1 else (config.eos_ids[0] if config.eos_ids else None)
     old_scaling = None if config.rope_scaling is None else {"rope_type": "llama3", **config.rope_scaling}
     return {
@@ -215,4 +333,6 @@ class _Families(Registry[Family]):
             raise ConfigError(error.message, f"known: {known}") from None
 
 
-families: Registry[Family] = _Families("architecture", ("docklands.models.qwen", "docklands.models.llama"))
+families: Registry[Family] = _Families(
+    "architecture", ("docklands.models.qwen", "docklands.models.llama", "docklands.models.deepseek")
+)

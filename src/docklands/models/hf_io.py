@@ -6,7 +6,9 @@ What goes where is said by the model's parameter table; every fault names the fi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from docklands.errors import DataError
 from docklands.models.build import ModelT, allocate
 from docklands.models.config import ModelConfig, families
+from docklands.models.fp8 import SCALE, Block, block_of, dequantize
 from docklands.models.hf_write import MAX_SHARD_BYTES, write_directory
 from docklands.models.model import CausalLM, ValueModel
 from docklands.models.params import ParamTable
@@ -42,8 +45,7 @@ def _config_json(path: Path) -> dict[str, Any]:
     values = read_json(path / "config.json")
     if not isinstance(values, dict):
         raise DataError(f"{path / 'config.json'} is not a JSON object")
-    if values.get("quantization_config"):
-        raise DataError(f"{path / 'config.json'}: quantised weights cannot be trained", "use the unquantised model")
+    block_of(values, str(path / "config.json"))
     return values
 
 
@@ -92,12 +94,30 @@ def _names_in(file: Path) -> set[str]:
         ) from error
 
 
-def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor), one at a time, each file opened once."""
-    for file in sorted(set(files.values())):
+def read_tensors(
+    files: Mapping[str, Path], names: Iterable[str] | None = None, block: Block | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of `names` (None: all), one at a time, each file opened once. Where the files hold a scale beside
+    an fp8 tensor, it comes dequantised by `block`, in fp32.
+    """
+    by_file: dict[Path, list[str]] = {}
+    for name in files if names is None else names:
+        by_file.setdefault(files[name], []).append(name)
+    for file in sorted(by_file):
         with safe_open(file, framework="pt") as handle:
-            for name in sorted(name for name, where in files.items() if where == file):
-                yield name, handle.get_tensor(name)
+            for name in sorted(by_file[file]):
+                tensor = handle.get_tensor(name)
+                if block is not None and name + SCALE in files:
+                    tensor = dequantize(tensor, _scale(files, name + SCALE, file, handle), block, name)
+                yield name, tensor
+
+
+def _scale(files: Mapping[str, Path], name: str, file: Path, handle: Any) -> Tensor:
+    """A scale, from the open `file` of its weight or from another: not every checkpoint keeps them together."""
+    if files[name] == file:
+        return handle.get_tensor(name)
+    with safe_open(files[name], framework="pt") as other:
+        return other.get_tensor(name)
 
 
 def _check_names(files: Mapping[str, Path], expected: set[str], optional: set[str], path: Path) -> None:
@@ -119,13 +139,33 @@ def fill(model: nn.Module, table: ParamTable, files: Mapping[str, Path], optiona
     index = table.hf_index()
     _check_names(files, set(index), optional, path)
     parameters = dict(model.named_parameters())
-    for name, tensor in read_tensors({name: file for name, file in files.items() if name in index}):
+    block = block_of(_config_json(path), str(path))
+    for name, tensor in read_tensors(files, [name for name in files if name in index], block):
         spec, shape, start = index[name]
         if tuple(tensor.shape) != shape:
             raise DataError(f"{files[name]}: tensor {name} has shape {tuple(tensor.shape)}, config.json says {shape}")
         if not tensor.is_floating_point() or tensor.itemsize < 2:
             raise DataError(f"{files[name]}: tensor {name} is {tensor.dtype}", "quantised weights cannot be trained")
-        parameters[spec.name][start : start + shape[0]].copy_(tensor)
+        if bad := not_finite(tensor):
+            raise DataError(
+                f"{files[name]}: tensor {name} has {bad} of {tensor.numel()} elements that are not finite",
+                "copy it again; if its source is the same, the training that wrote it had diverged",
+            )
+        spec.by_rows(parameters[spec.name].data)[start : start + shape[0]].copy_(tensor)
+
+
+def not_finite(tensor: Tensor) -> int:
+    """Elements that are NaN or infinite. One read of the tensor, and no copy, where there is none."""
+    norm = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return 0 if math.isfinite(float(norm)) else int((~torch.isfinite(tensor)).sum())
+
+
+def unmodelled(files: Mapping[str, Path], config: ModelConfig) -> tuple[list[str], list[str]]:
+    """(tensors of the multi-token-prediction layers, scales of fp8 tensors) among the names."""
+    last = config.num_layers + config.mtp_layers
+    layers = tuple(f"model.layers.{layer}." for layer in range(config.num_layers, last))
+    scales = [name for name in files if name.endswith(SCALE) and name.removesuffix(SCALE) in files]
+    return [name for name in files if name.startswith(layers) and not name.endswith(SCALE)], scales
 
 
 def load(path: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> CausalLM:
@@ -142,6 +182,7 @@ def load_value(path: str | Path, *, dtype: torch.dtype = torch.float32, device: 
 def _load(kind: type[ModelT], path: Path, dtype: torch.dtype, device: str, optional: set[str]) -> ModelT:
     config = read_config(path)
     files = tensor_files(path)
+    optional = optional.union(*unmodelled(files, config))
     model = allocate(kind, config, dtype, device)
     if isinstance(model, ValueModel):
         nn.init.zeros_(model.value_head.weight)
@@ -152,11 +193,27 @@ def _load(kind: type[ModelT], path: Path, dtype: torch.dtype, device: str, optio
 
 def hf_tensors(model: CausalLM | ValueModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) of every stored parameter; `dtype` None: as the model holds it."""
-    parameters = dict(model.named_parameters())
-    for spec in model.table.stored():
-        whole = parameters[spec.name].detach()
-        for name, shape, start in spec.hf_shapes():
-            yield name, whole[start : start + shape[0]].to(dtype or whole.dtype)
+    return hf_parts(model.table, ((name, p.detach()) for name, p in model.named_parameters()), dtype)
+
+
+def hf_parts(
+    table: ParamTable, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """As hf_tensors, of whole parameters that come one at a time."""
+    for name, whole in named:
+        spec = table.by_name(name)
+        rows = spec.by_rows(whole)
+        to = rows.dtype if dtype is None or spec.keep_fp32 else dtype
+        for hf_name, shape, start in spec.hf_shapes():
+            yield hf_name, rows[start : start + shape[0]].to(to)
+
+
+def carried(source: Path, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the source's multi-token-prediction layers, as they are; fp8 ones dequantised, in `dtype`."""
+    block = block_of(_config_json(source), str(source))
+    files = tensor_files(source)
+    for name, tensor in read_tensors(files, unmodelled(files, config)[0], block):
+        yield name, tensor.to(dtype) if block is not None and name + SCALE in files else tensor
 
 
 def export(
@@ -170,22 +227,38 @@ def export(
     """Write a directory that transformers loads, whole or not at all: the old one stays until the new one is complete.
 
     source: directory whose tokenizer files and generation_config.json are copied, and whose other config.json keys are
-    kept. dtype None: as the model holds it. A value model becomes a token classifier with one label.
+    kept; so are its multi-token-prediction layers, untouched. dtype None: as the model holds it. A value model becomes
+    a token classifier with one label.
     CheckpointError when it cannot be written (disk full).
     """
+    stored = dtype or next(model.parameters()).dtype
+    value = isinstance(model, ValueModel)
+    values, more = export_plan(model.config, stored, source, value)
+    tensors = chain(hf_tensors(model, dtype), more)
+    write_directory(Path(path), values, tensors, None if source is None else Path(source), max_shard_bytes)
+
+
+def export_plan(
+    config: ModelConfig, stored: torch.dtype, source: str | Path | None, value: bool
+) -> tuple[dict[str, Any], Iterable[tuple[str, Tensor]]]:
+    """(config.json, tensors that the model does not hold) of an exported directory; see `export`."""
     values: dict[str, Any] = {} if source is None else _config_json(Path(source))
     values.pop("torch_dtype", None)
-    values |= model.config.to_hf()
-    if isinstance(model, ValueModel):
-        values["architectures"] = [families.get(model.config.architecture).value_class]
+    values.pop("quantization_config", None)
+    values |= config.to_hf()
+    if value:
+        values["architectures"] = [families.get(config.architecture).value_class]
         values |= {"num_labels": 1, "id2label": {"0": "value"}, "label2id": {"value": 0}}
     else:
         for key in ("num_labels", "id2label", "label2id"):
             values.pop(key, None)
-    stored = dtype or next(model.parameters()).dtype
     values["dtype"] = str(stored).removeprefix("torch.")
-    tensors = hf_tensors(model, dtype)
-    write_directory(Path(path), values, tensors, None if source is None else Path(source), max_shard_bytes)
+    if config.mtp_layers:
+        files = {} if source is None or value else tensor_files(Path(source))
+        if source is not None and unmodelled(files, config)[0]:
+            return values, carried(Path(source), config, stored)
+        values["num_nextn_predict_layers"] = 0
+    return values, ()
 
 
 __all__ = ["export", "fill", "hf_tensors", "load", "load_value", "read_config", "read_tensors", "tensor_files"]

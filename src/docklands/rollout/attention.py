@@ -37,8 +37,14 @@ class PromptAttention:
         self._cache, self._slots, self._seqlens = cache, slots, seqlens
 
     def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, scale: float) -> Tensor:
-        self._cache.write(layer, self._slots, k_TKH, v_TKH)
+        if not self._cache.latent:
+            self._cache.write(layer, self._slots, k_TKH, v_TKH)
         return kernels.packed_attention(q_TNH, k_TKH, v_TKH, self._seqlens, scale)
+
+    def latent(self, layer: int, kept_T1C: Tensor) -> bool:
+        """Keep the latent vectors. False: attend to the keys and values that they expand to."""
+        self._cache.write(layer, self._slots, kept_T1C, kept_T1C)
+        return False
 
     def grouped(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, scale: float) -> Tensor:
         """The same with heads in (query, kv head) order, in and out."""
@@ -91,6 +97,10 @@ class DecodeAttention:
     def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, scale: float) -> Tensor:
         kv_heads = k_TKH.shape[1]
         return ungroup(self.grouped(layer, regroup(q_TNH, kv_heads), k_TKH, v_TKH, scale), kv_heads)
+
+    def latent(self, layer: int, kept_T1C: Tensor) -> bool:
+        """True: attend to the latent vectors as they are kept."""
+        return True
 
     def grouped(self, layer: int, q_RNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, scale: float) -> Tensor:
         """With heads in (query, kv head) order, in and out."""

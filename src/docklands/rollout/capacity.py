@@ -9,10 +9,37 @@ import torch
 
 from docklands.config.schema import RolloutSection
 from docklands.core.protocols import Request
-from docklands.errors import RolloutError
+from docklands.errors import ConfigError, RolloutError
 from docklands.models import ModelConfig
 
 MEMORY_FRACTION = 0.5
+
+
+def check_vocabulary(known: int, config: ModelConfig) -> None:
+    """ConfigError when a tokenizer that knows `known` ids can give some that the model has no embedding for."""
+    if known > config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer knows {known} ids, the model's vocabulary is {config.vocab_size}",
+            "model.path and model.tokenizer do not belong together",
+        )
+
+
+def check_lengths(section: RolloutSection, max_prompt_tokens: int, config: ModelConfig) -> None:
+    """ConfigError when a prompt and a response of the longest allowed lengths fit neither model nor KV cache."""
+    asked = max_prompt_tokens + section.max_response_tokens
+    said = f"data.max_prompt_tokens {max_prompt_tokens} + rollout.max_response_tokens {section.max_response_tokens}"
+    if asked > config.max_positions:
+        raise ConfigError(
+            f"{said} = {asked} tokens exceed the model's {config.max_positions} positions", "lower one of the two"
+        )
+    size = section.kv_block_tokens
+    needed = (-(-max_prompt_tokens // size) - (-section.max_response_tokens // size)) * size
+    if 0 < section.kv_cache_tokens < needed:
+        raise ConfigError(
+            f"{said} need {needed} tokens of KV cache in pages of {size}, rollout.kv_cache_tokens is "
+            f"{section.kv_cache_tokens}",
+            f"rollout.kv_cache_tokens: {needed} or more, or 0",
+        )
 
 
 def check_requests(requests: Sequence[Request], config: ModelConfig) -> None:

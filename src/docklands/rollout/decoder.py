@@ -9,6 +9,7 @@ Legend: T tokens, D model, V vocabulary, N heads, K kv heads, H head dim, F feed
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,9 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from docklands.kernels.packed_linear import PackedLinear, bucket, row_floor
+from docklands.kernels.packed_linear import PackedLinear, Product, bucket, row_floor
 from docklands.models import CausalLM
-from docklands.models.blocks import Block, inverse_frequencies, rotary_tables
+from docklands.models.blocks import Block, Linear, inverse_frequencies, rotary_factor, rotary_tables
+from docklands.models.mla import Mla, per_head
+from docklands.models.moe import Router
+from docklands.models.routing import Routes
 from docklands.rollout.attention import DecodeAttention, PromptAttention
 from docklands.rollout.compiled import CompiledAttention
 
@@ -26,9 +30,14 @@ Context = PromptAttention | DecodeAttention | CompiledAttention
 
 
 class Decoder(Protocol):
-    """Hidden states and logits of the current weights; `rows` says what a batch of rows is padded to."""
+    """Hidden states and logits of the current weights; `rows` says what a batch of rows is padded to.
 
-    def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attend: Context) -> Tensor: ...
+    routes  keeps the router choices of this pass
+    """
+
+    def hidden(
+        self, token_ids_T: Tensor, positions_T: Tensor, attend: Context, routes: Routes | None = None
+    ) -> Tensor: ...
 
     def logits(self, hidden_TD: Tensor) -> Tensor: ...
 
@@ -40,15 +49,61 @@ class ModelDecoder:
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
+        self._floor = (0, 0)
 
-    def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attend: Context) -> Tensor:
-        return self._model(token_ids_T, positions_T, attend)
+    def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attend: Context, routes: Routes | None = None) -> Tensor:
+        return self._model(token_ids_T, positions_T, attend, routes=routes)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         return self._model.logits(hidden_TD)
 
     def rows(self, rows: int) -> int:
-        return bucket(rows)
+        """The next bucket; on CPU at least the one from which on all products give a row the same bits."""
+        weight, threads = self._model.head_weight, torch.get_num_threads()
+        if weight.device.type == "cpu" and self._floor[0] != threads:
+            products = {(type(p), p.shape, dtype): p for p, dtype in _products(self._model)}
+            self._floor = threads, max(row_floor(p, dtype) for (_, _, dtype), p in products.items())
+        return bucket(max(rows, self._floor[1]))
+
+
+class _Plain(Product):
+    """A module's product, as `row_floor` tries it."""
+
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight_OI: Tensor) -> None:
+        self.shape, self._weight = tuple(weight_OI.shape), weight_OI
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return F.linear(x_TI, self._weight)
+
+
+class _PerHead(Product):
+    """Latent attention's product of every head with its own matrix."""
+
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight_NIO: Tensor) -> None:
+        heads, inputs, outputs = weight_NIO.shape
+        self.shape, self._weight = (heads * outputs, heads * inputs), weight_NIO
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return per_head(x_TI.unflatten(1, (len(self._weight), -1)), self._weight).flatten(1)
+
+
+def _products(model: CausalLM) -> Iterator[tuple[Product, torch.dtype]]:
+    """Every product whose rows are tokens, with the dtype of those; experts pad themselves and are left out."""
+    dtype = model.head_weight.dtype
+    yield _Plain(model.head_weight.detach()), dtype
+    for module in model.modules():
+        if isinstance(module, Linear):
+            yield _Plain(module.weight.detach()), dtype
+        elif isinstance(module, Router):
+            yield _Plain(module.weight.detach().float()), torch.float32
+        elif isinstance(module, Mla):
+            up_NUR, out_NWR = module.up_projections(dtype)
+            yield _PerHead(up_NUR.detach()), dtype
+            yield _PerHead(out_NWR.detach().transpose(1, 2)), dtype
 
 
 @dataclass(frozen=True)
@@ -102,7 +157,7 @@ class DenseDecoder:
 
     def _rotary(self, positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin [positions, 1, H] in the compute dtype, the sine with the sign of its half."""
-        cos, sin = rotary_tables(self._inverse, torch.arange(positions))
+        cos, sin = rotary_tables(self._inverse, torch.arange(positions), rotary_factor(self._config))
         half = self._config.head_dim // 2
         sin[:, :half].neg_()
         dtype = self._embed.dtype
@@ -118,8 +173,8 @@ class DenseDecoder:
                 linear.floor = row_floor(linear, self._embed.dtype)
         return bucket(rows)
 
-    def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attend: Context) -> Tensor:
-        """-> hidden_TD after the final norm."""
+    def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attend: Context, routes: Routes | None = None) -> Tensor:
+        """-> hidden_TD after the final norm. No layer has experts: `routes` stays empty."""
         c, size, eps = self._config, self._config.head_dim, self._config.rms_eps
         last = int(positions_T.max())
         if last >= len(self._cos):
@@ -147,5 +202,5 @@ class DenseDecoder:
 
 def decoder_for(model: CausalLM) -> Decoder:
     """The fastest decoder that can run this model where it is."""
-    dense = all(isinstance(layer, Block) for layer in model.layers)
+    dense = all(type(layer) is Block for layer in model.layers)
     return DenseDecoder(model) if dense and model.embed.weight.device.type == "cpu" else ModelDecoder(model)

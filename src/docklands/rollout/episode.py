@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,12 +35,15 @@ from docklands.core.fields import (
     SAMPLE_INDEX,
     TOKEN_IDS,
     WEIGHT_VERSIONS,
+    Field,
 )
 from docklands.core.protocols import Generation, Request, RolloutEngine, Sampling
 from docklands.core.stage import Result
-from docklands.errors import ConfigError, DocklandsError, EnvError, RolloutError
+from docklands.errors import ConfigError, RolloutError
+from docklands.rollout.failures import EnvFailures, fail
 from docklands.rollout.queue import WorkQueue
 from docklands.rollout.sampling import sample_seed
+from docklands.rollout.trajectory import Env, Episode
 
 
 class Tokenizer(Protocol):
@@ -68,67 +71,13 @@ class Step(Protocol):
     def done(self) -> bool: ...
 
 
-class Env(Protocol):
-    """One episode of an environment; see docklands.envs.base."""
-
-    @property
-    def max_turns(self) -> int: ...
-
-    async def reset(self, row: dict[str, Any]) -> None: ...
-
-    async def step(self, completion: str, finish: str) -> Any: ...
-
-
-@dataclass(eq=False)
-class Episode:
-    """One sample under way; token lists are of equal length and begin with the prompt."""
-
-    tokens: list[int]
-    prompt_length: int
-    prompt_id: int
-    sample_index: int
-    mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    messages: list[dict[str, str]] = field(default_factory=list)
-    reward: float = 0.0
-    finish: int = FINISH_LENGTH
-    turns: int = 0
-    done: bool = False
-    error: str = ""
-    env: Env | None = None
-
-    def __post_init__(self) -> None:
-        self.extend_masked([])
-
-    @property
-    def response_length(self) -> int:
-        """Sampled and observed tokens."""
-        return len(self.tokens) - self.prompt_length
-
-    def extend_sampled(self, generation: Generation) -> None:
-        """Append a model turn exactly as sampled."""
-        self.tokens += generation.token_ids
-        self.mask += [True] * len(generation.token_ids)
-        self.logprobs += generation.logprobs
-        self.versions += generation.versions
-        self.finish = generation.finish
-        self.turns += 1
-
-    def extend_masked(self, ids: Sequence[int]) -> None:
-        """Append tokens that the policy did not sample; brings the other columns up to the same length."""
-        self.tokens += ids
-        more = len(self.tokens) - len(self.mask)
-        self.mask += [False] * more
-        self.logprobs += [0.0] * more
-        self.versions += [-1] * more
-
-
 class RolloutWorker:
     """The resource of the role "rollout": engines, tokenizer, environments.
 
-    env_factory  makes the environment of one episode; None: single turn, no environment
+    env_factory  makes the environment of one episode; None: single turn, no environment. Its `failures`, when it has
+                 them, is the window that bounds how many episodes may fail
     seed         of the run: a sample's random stream is a hash of (seed, visit, prompt id, sample index)
+    routes       the column of router choices, when the engines record them
     """
 
     def __init__(
@@ -138,13 +87,15 @@ class RolloutWorker:
         env_factory: Callable[[], Env] | None,
         section: RolloutSection,
         seed: int,
+        routes: Field[Any] | None = None,
     ) -> None:
         if not engines:
             raise ConfigError("a rollout worker without engines", "fleet.rollout_workers: 1 or more")
         self._engines, self._tokenizer, self._env_factory = list(engines), tokenizer, env_factory
-        self._section, self._seed = section, seed
+        self._section, self._seed, self._routes = section, seed, routes
         self._stop_ids = (*sorted(tokenizer.eos_ids), *(self._stop_id(text) for text in section.stop))
         self._aborted = threading.Event()
+        self._failures = EnvFailures(getattr(env_factory, "failures", None))
 
     def _stop_id(self, text: str) -> int:
         ids = self._tokenizer.encode(text)
@@ -168,13 +119,14 @@ class RolloutWorker:
         """Play one episode per row.
 
         Reads PROMPT_ID, SAMPLE_INDEX, PROMPT_TOKENS, PROMPT. Writes TOKEN_IDS, LOSS_MASK, ROLLOUT_LOGPROBS,
-        WEIGHT_VERSIONS, FINISH_REASON, COMPLETION, ENV_REWARD for the rows that go on; a row whose environment failed
-        is dropped with the reason "env_error: ...".
+        WEIGHT_VERSIONS, FINISH_REASON, COMPLETION, ENV_REWARD (and router choices, when recorded) for the rows that go
+        on; a row whose environment failed is dropped with the reason "env_error: ..." or "env_timeout: ...".
 
         sampling  other than the training one (evaluation); without stop ids it gets the tokenizer's
         visit     part of every sample's seed, for another draw of the same prompts
-        Raises RolloutError past rollout.sample_deadline_s, naming the pending rows.
+        Raises RolloutError past rollout.sample_deadline_s, naming the pending rows; TooManyEnvErrors.
         """
+        training = sampling is None
         sampling = sampling or self.sampling
         sampling = sampling if sampling.stop_ids else replace(sampling, stop_ids=self._stop_ids)
         self._aborted.clear()
@@ -184,7 +136,8 @@ class RolloutWorker:
             self._turn(list(range(len(episodes))), episodes, batch.row_ids, (sampling, visit))
         else:
             _run(self._play_turns(episodes, batch, sampling, visit))
-        return self._result(batch, episodes)
+        metrics = self._failures.count(episodes, training) if self._env_factory is not None else {}
+        return self._result(batch, episodes, metrics)
 
     def _turn(self, rows: list[int], episodes: list[Episode], row_ids: np.ndarray, how: tuple[Sampling, int]) -> None:
         """One model turn for each of `rows`."""
@@ -222,11 +175,11 @@ class RolloutWorker:
 
     async def _reset(self, episode: Episode, row: Any) -> None:
         assert self._env_factory is not None
-        episode.env = self._env_factory()
         try:
+            episode.env = self._env_factory()
             await episode.env.reset(dict(row) if isinstance(row, Mapping) else {"prompt": row})
         except Exception as error:  # an environment is user code: its failure is this sample's, not the run's
-            _fail(episode, error)
+            fail(episode, error)
 
     async def _answer(self, episode: Episode, budget: int) -> None:
         """Hand the last turn to the environment; append its observation if another turn can follow."""
@@ -240,7 +193,7 @@ class RolloutWorker:
             reward, over = float(step.reward), bool(step.done)
             ids = self._observed(episode, step.observation, over)
         except Exception as error:  # as above
-            _fail(episode, error)
+            fail(episode, error)
             return
         episode.reward += reward
         if over or episode.turns >= env.max_turns or episode.finish == FINISH_LENGTH:
@@ -257,12 +210,12 @@ class RolloutWorker:
             return []
         return self._tokenizer.render_observation(observation, ended=episode.finish == FINISH_STOP)
 
-    def _result(self, batch: Batch, episodes: list[Episode]) -> Result:
+    def _result(self, batch: Batch, episodes: list[Episode], metrics: dict[str, tuple[float, float]]) -> Result:
         kept = [i for i, e in enumerate(episodes) if not e.error]
         dropped = {int(batch.row_ids[i]): e.error for i, e in enumerate(episodes) if e.error}
         played = [episodes[i] for i in kept]
         single = self._env_factory is None
-        written = {
+        written: dict[Field[Any], Any] = {
             TOKEN_IDS: [e.tokens for e in played],
             LOSS_MASK: [e.mask for e in played],
             ROLLOUT_LOGPROBS: [e.logprobs for e in played],
@@ -271,7 +224,9 @@ class RolloutWorker:
             COMPLETION: [e.messages[0]["content"] if single else e.messages for e in played],
             ENV_REWARD: [e.reward for e in played],
         }
-        return Result(Batch(batch.row_ids[kept], written), dropped, self._metrics())
+        if self._routes is not None:
+            written[self._routes] = [e.routes_of(self._routes.inner_shape) for e in played]
+        return Result(Batch(batch.row_ids[kept], written), dropped, {**metrics, **self._metrics()})
 
     def _metrics(self) -> dict[str, tuple[float, float]]:
         """Over all engines: counts are added up, the batch size is a mean, the peak of the cache is the largest."""
@@ -355,14 +310,6 @@ def _serve(engine: RolloutEngine, queue: WorkQueue) -> None:
     while indices := queue.pull(1 << 30):
         for index, generation in zip(indices, engine.generate([queue.requests[i] for i in indices])):
             queue.finish(index, generation)
-
-
-def _fail(episode: Episode, error: Exception) -> None:
-    if isinstance(error, DocklandsError) and not isinstance(error, EnvError):
-        raise error
-    text = " ".join(str(error).split())[:300]
-    episode.error = f"env_error: {text if isinstance(error, EnvError) else f'{type(error).__name__}: {text}'}"
-    episode.done = True
 
 
 def _run(play: Coroutine[Any, Any, None]) -> None:

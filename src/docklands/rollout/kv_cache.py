@@ -31,7 +31,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tenso
 class PagedCache:
     """Keys, values and validity of every page, and who holds it.
 
-    k, v       one tensor per layer, [Pg, K, S, H]
+    k, v       one tensor per layer, [Pg, K, S, H]; of latent attention one and the same, with K = 1
     mask_PgS   fp32: 0 where a token is, MASKED elsewhere; the same for all layers
     refcount   holders of each page; 0: free. Page 0 is never handed out: padding rows write there.
     """
@@ -40,9 +40,11 @@ class PagedCache:
         if pages < 2:
             raise RolloutError(f"KV cache of {pages} pages holds nothing", "raise rollout.kv_cache_tokens")
         self.pages, self.page_tokens = pages, page_tokens
-        shape = (pages, config.num_kv_heads, page_tokens, config.head_dim)
-        self.k = [lazy_zeros(shape, dtype, device) for _ in range(config.num_layers)]
-        self.v = [lazy_zeros(shape, dtype, device) for _ in range(config.num_layers)]
+        heads, size = config.cache_shape
+        self.latent = config.mla is not None
+        shape, layers = (pages, heads, page_tokens, size), range(config.num_layers)
+        self.k = [lazy_zeros(shape, dtype, device) for _ in layers]
+        self.v = self.k if self.latent else [lazy_zeros(shape, dtype, device) for _ in layers]
         self.mask_PgS = torch.full((pages, page_tokens), MASKED, device=device)
         self.refcount = np.zeros(pages, np.int32)
         self.refcount[NULL_PAGE] = 1
@@ -50,7 +52,7 @@ class PagedCache:
         self.low = pages  # the first page in use at the top
         self.peak = 0
         self._is_top = np.zeros(pages, bool)
-        self._head = torch.arange(config.num_kv_heads, device=device)[:, None] * page_tokens
+        self._head = torch.arange(heads, device=device)[:, None] * page_tokens
 
     @property
     def free(self) -> int:
@@ -106,7 +108,7 @@ class PagedCache:
         holes = np.flatnonzero(self.refcount[: len(bottom)] == 0)
         movers = bottom[len(bottom) - len(holes) :]
         source, target = torch.from_numpy(movers), torch.from_numpy(holes)
-        for pool in (*self.k, *self.v, self.mask_PgS):
+        for pool in (*self.k, *(() if self.latent else self.v), self.mask_PgS):
             pool[target] = pool[source]
         self.mask_PgS[source] = MASKED
         self.refcount[holes], self.refcount[movers] = self.refcount[movers], 0
@@ -122,7 +124,8 @@ class PagedCache:
 
     def write(self, layer: int, slots: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
         """Store keys and values of tokens at `slots`."""
-        for pool, new in ((self.k[layer], k_TKH), (self.v[layer], v_TKH)):
+        both = ((self.k[layer], k_TKH), (self.v[layer], v_TKH))
+        for pool, new in both[: 1 if self.latent else 2]:
             pool.view(-1, pool.shape[-1]).index_copy_(0, slots, new.reshape(-1, pool.shape[-1]))
 
     def reveal(self, pages_T: np.ndarray, offsets_T: np.ndarray) -> None:

@@ -21,6 +21,7 @@ from docklands.core.protocols import Generation, Request
 from docklands.errors import MissingWeight, RolloutError, ShapeMismatch
 from docklands.models import CausalLM, ModelConfig
 from docklands.models.build import allocate
+from docklands.models.routing import Routes
 from docklands.rollout.attention import PromptAttention
 from docklands.rollout.capacity import cache_pages, check_requests
 from docklands.rollout.compiled import decode_attention
@@ -56,6 +57,7 @@ class NativeEngine:
         self._cache: PagedCache | None = None
         self._sampler = Sampler()
         self._scheduler: Scheduler | None = None
+        self._routed = config.routed if rollout.record_routes else None
         self._asleep = False
         self._complete = False
         self._abort = threading.Event()
@@ -158,7 +160,7 @@ class NativeEngine:
                 self._cache = None  # free the old one first
                 self._cache = PagedCache(self.config, pages, section.kv_block_tokens, self._dtype, self._device)
             self._cache.peak = 0
-            self._scheduler = Scheduler(self._cache, queue.requests, section.max_batch)
+            self._scheduler = Scheduler(self._cache, queue.requests, section.max_batch, self._routed)
 
     def _close(self) -> None:
         with self._step_lock:
@@ -174,7 +176,7 @@ class NativeEngine:
             scheduler = self._scheduler
             assert scheduler is not None
             if self._abort.is_set():
-                self._end_all(queue, scheduler)
+                self._counts["aborted"] += end_all(queue, scheduler)
                 return False
             room = scheduler.running.room - len(scheduler.waiting)
             if room > 0:
@@ -206,10 +208,14 @@ class NativeEngine:
         tokens = np.zeros(total + padding, np.int64)
         tokens[:total] = np.concatenate([p.tokens for p in prompts])
         attend = PromptAttention(self._cache, self._cache.slots(pages, offsets % size), [*lengths, padding])
-        hidden_TD = self._decoder.hidden(self._tensor(tokens), self._tensor(offsets), attend)
+        routes = None if self._routed is None else Routes()
+        hidden_TD = self._decoder.hidden(self._tensor(tokens), self._tensor(offsets), attend, routes)
         self._cache.reveal(pages[:total], offsets[:total] % size)
+        chosen = None if routes is None else routes.choices().cpu().numpy()
         for prompt, end in zip(prompts, np.cumsum(lengths)):
             prompt.hidden = hidden_TD[end - 1].clone()
+            if chosen is not None:
+                prompt.routes = chosen[end - len(prompt.tokens) : end].copy()
         self._counts["prefill_tokens"] += total
 
     def _first_tokens(self, running: RunningBatch, rows: np.ndarray) -> np.ndarray:
@@ -239,7 +245,10 @@ class NativeEngine:
         cache.reveal(pages[rows], offsets[rows])
         slots = cache.slots(pages, offsets)
         attend = decode_attention(cache, running.row_pages(), padded, self.config.num_heads, slots)
-        hidden_RD = self._decoder.hidden(self._tensor(tokens), self._tensor(positions), attend)
+        routes = None if self._routed is None else Routes()
+        hidden_RD = self._decoder.hidden(self._tensor(tokens), self._tensor(positions), attend, routes)
+        if routes is not None:
+            running.fed(rows, routes.choices()[: len(rows)].cpu().numpy())
         self._counts["decode_steps"] += 1
         self._counts["rows"] += len(rows)
         return self._draw(running, rows, self._decoder.logits(hidden_RD))
@@ -267,17 +276,6 @@ class NativeEngine:
             hand_back(queue, scheduler.running, row, finish)
         scheduler.release(rows)
 
-    def _end_all(self, queue: WorkQueue, scheduler: Scheduler) -> None:
-        """Abort: running samples keep what they have, the others have nothing."""
-        for row in range(scheduler.running.count):
-            hand_back(queue, scheduler.running, row, FINISH_ABORT)
-        rest = list(scheduler.waiting)
-        while found := queue.pull(1 << 30):
-            rest += found
-        for index in rest:
-            queue.finish(index, Generation([], [], [], FINISH_ABORT, queue.requests[index].request_id))
-        self._counts["aborted"] += scheduler.running.count + len(rest)
-
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._device)
 
@@ -298,6 +296,18 @@ def hand_back(queue: WorkQueue, running: RunningBatch, row: int, finish: int) ->
     """Give a row's sample to whoever waits for it."""
     index = int(running.index[row])
     queue.finish(index, running.generation(row, finish, queue.requests[index].request_id))
+
+
+def end_all(queue: WorkQueue, scheduler: Scheduler) -> int:
+    """Abort: running samples keep what they have, the others have nothing. -> how many"""
+    for row in range(scheduler.running.count):
+        hand_back(queue, scheduler.running, row, FINISH_ABORT)
+    rest = list(scheduler.waiting)
+    while found := queue.pull(1 << 30):
+        rest += found
+    for index in rest:
+        queue.finish(index, Generation([], [], [], FINISH_ABORT, queue.requests[index].request_id))
+    return scheduler.running.count + len(rest)
 
 
 def without_empty(queue: WorkQueue, indices: list[int]) -> list[int]:

@@ -1,6 +1,7 @@
 """The running batch: one row per sequence in flat arrays, so that a step needs no Python per sequence.
 
-Legend: R rows in use (0..count-1, dense), a row's arrays are moved when one before it leaves.
+Legend: R rows in use (0..count-1, dense), a row's arrays are moved when one before it leaves; L layers with experts,
+k experts of a token.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ class Prompt:
 
     pages    physical pages, in order
     hidden   final hidden state of its last token [D], from which every sample's first token is drawn
+    routes   router choices of its tokens, int16 [tokens, L, k]; None when they are not recorded
     places   places taken by running samples
     """
 
     tokens: tuple[int, ...]
     pages: np.ndarray
     hidden: object = None
+    routes: np.ndarray | None = None
     places: set[int] = field(default_factory=set)
 
     def take_place(self) -> int:
@@ -39,9 +42,10 @@ class RunningBatch:
 
     tokens, logprobs, versions [rows, capacity]: what was sampled. own, prompt: page tables, -1 beyond their end.
     made     sampled so far;  stored: of these, in the cache (the last sampled one is not, until it is fed)
+    routes   [rows, capacity, L, k]: router choices of the fed ones, -1 for the others. `routed`: (L, k); None: none
     """
 
-    def __init__(self, rows: int, stops: int) -> None:
+    def __init__(self, rows: int, stops: int, routed: tuple[int, int] | None = None) -> None:
         self.count = 0
         self.index = np.zeros(rows, np.int64)
         self.order = np.zeros(rows, np.int64)
@@ -61,6 +65,7 @@ class RunningBatch:
         self.tokens = np.zeros((rows, 64), np.int32)
         self.logprobs = np.zeros((rows, 64), np.float32)
         self.versions = np.zeros((rows, 64), np.int32)
+        self.routes = None if routed is None else np.full((rows, 64, *routed), -1, np.int16)
         self.prompts: list[Prompt] = []
 
     @property
@@ -92,10 +97,16 @@ class RunningBatch:
             self.tokens, self.logprobs, self.versions = (
                 _widen(x, int(at.max()) + 1, 0) for x in (self.tokens, self.logprobs, self.versions)
             )
+            self.routes = None if self.routes is None else _widen(self.routes, int(at.max()) + 1, -1)
         self.tokens[rows, at], self.logprobs[rows, at], self.versions[rows, at] = tokens, logprobs, version
         self.made[rows] += 1
         self.last[rows] = tokens
         return (tokens[:, None] == self.stops[rows]).any(1) | (self.made[rows] >= self.limit[rows])
+
+    def fed(self, rows: np.ndarray, routes_RLk: np.ndarray) -> None:
+        """Record the router choices of the last sampled token of each of `rows`, which has been fed to the model."""
+        assert self.routes is not None
+        self.routes[rows, self.made[rows] - 1] = routes_RLk
 
     def stopped(self, row: int) -> bool:
         """Whether the row's last token is one of its stop ids."""
@@ -126,7 +137,17 @@ class RunningBatch:
             self.versions[row, :made].tolist(),
             finish,
             request_id,
+            self._routes_of(row, made),
         )
+
+    def _routes_of(self, row: int, made: int) -> np.ndarray | None:
+        """Prompt and response, end to end; of the last token sampled, which was not fed, -1."""
+        before = self.prompts[row].routes
+        if self.routes is None or before is None:
+            return None
+        own = self.routes[row, :made].copy()
+        own[made - 1 :] = -1
+        return np.concatenate([before, own])
 
     def remove(self, rows: np.ndarray) -> None:
         """Free `rows`; the last rows move into their place."""
@@ -165,6 +186,6 @@ def _widen(array: np.ndarray, columns: int, fill: int) -> np.ndarray:
     """At least `columns` columns, by doubling."""
     if columns <= array.shape[1]:
         return array
-    wide = np.full((len(array), max(columns, 2 * array.shape[1])), fill, array.dtype)
+    wide = np.full((len(array), max(columns, 2 * array.shape[1]), *array.shape[2:]), fill, array.dtype)
     wide[:, : array.shape[1]] = array
     return wide

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from docklands.errors import NonFinite
+
 CHUNK = 128
 CANDIDATES = 1024
 BLOCK_ELEMENTS = 524_288  # logits worked on at once: they stay in the cache
@@ -76,6 +78,7 @@ class Sampler:
 
         The log-probability is of softmax(logits / temperature) over the whole vocabulary in fp32 (temperature 1 where
         greedy), before top-k, top-p and bans. Rows are independent. logits_RV may have more rows than `choice`.
+        NonFinite when a row's logits hold a NaN or an infinity: the weights do.
         """
         rows, vocabulary = len(choice.temperature), logits_RV.shape[1]
         size = max(1, BLOCK_ELEMENTS // vocabulary)
@@ -84,6 +87,9 @@ class Sampler:
             part = slice(start, min(start + size, rows))
             tokens, logprobs = self._block(logits_RV[part], _take(choice, part))
             tokens_R[part], logprobs_R[part] = tokens, logprobs
+        if not bool(torch.isfinite(logprobs_R).all()):
+            bad = int((~torch.isfinite(logprobs_R)).sum())
+            raise NonFinite(f"logits of {bad} of {rows} sequences hold a NaN or an infinity", "look at the weights")
         return tokens_R.numpy(), logprobs_R.numpy()
 
     def _block(self, logits_RV: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
@@ -102,6 +108,7 @@ class Sampler:
         if greedy.any() and not greedy.all():
             where = torch.from_numpy(greedy).to(tokens_R.device)
             tokens_R = torch.where(where, weight_RV.argmax(-1), tokens_R)
+        tokens_R = tokens_R.clamp_(max=vocabulary - 1)  # as in _first_above
         z_R1 = logits_RV.gather(1, tokens_R[:, None]).float()  # not log(weight): that may have underflowed
         logprobs_R = _scaled(z_R1, scale, out=z_R1).sub_(most_R1).squeeze(1) - total_R.log().float()
         return tokens_R.cpu(), logprobs_R.cpu()
@@ -151,6 +158,7 @@ def _first_above(cumulative: Tensor, target_R1: Tensor) -> tuple[Tensor, Tensor]
     """(first index with cumulative > target, target minus the sum before it); never an entry without weight."""
     target_R1 = torch.minimum(target_R1, cumulative[:, -1:] * (1 - 2.0**-50))
     index_R1 = torch.searchsorted(cumulative, target_R1.contiguous(), right=True)
+    index_R1.clamp_(max=cumulative.shape[1] - 1)  # beyond it: NaN, which the caller finds
     before_R1 = cumulative.gather(1, (index_R1 - 1).clamp_(min=0)) * (index_R1 > 0)
     return index_R1.squeeze(1), target_R1 - before_R1
 

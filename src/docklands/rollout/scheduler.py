@@ -21,13 +21,20 @@ class Scheduler:
     """Waiting samples, running samples and the prompts in the cache.
 
     requests     all requests; samples are named by their index
+    routed       (layers with experts, experts of a token) to record router choices
     preemptions  sequences sent back so far
     """
 
-    def __init__(self, cache: PagedCache, requests: tuple[Request, ...], max_rows: int) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        requests: tuple[Request, ...],
+        max_rows: int,
+        routed: tuple[int, int] | None = None,
+    ) -> None:
         self.cache, self.requests = cache, requests
         stops = max((len(r.sampling.stop_ids) for r in requests), default=0)
-        self.running = RunningBatch(max_rows, stops)
+        self.running = RunningBatch(max_rows, stops, routed)
         self.waiting: deque[int] = deque()
         self.preemptions = 0
         self._prompts: dict[tuple[int, ...], Prompt] = {}

@@ -1,0 +1,82 @@
+"""The log-probability of sampled tokens when each rank holds some rows of the vocabulary.
+
+Legend: T positions, D model, U this rank's rows of the vocabulary.
+
+Each rank passes over its own rows in chunks, as in logprob.py; then the ranks exchange three numbers a position (logit
+of the target, log-sum-exp, entropy). Backward needs no exchange: with the global log-sum-exp each rank's gradients of
+its own logits are exact. The gradient of the hidden states is partial, and summed where they were gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from docklands.kernels.logprob import CHUNK_ELEMENTS, MIN_CHUNK, _Chunks, _SampledLogprob, merge, scan
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """Rows first_row, first_row + 1, ... of the vocabulary are here; the ranks of `pg` hold all of it, in rank order.
+
+    chunk  rows at a time; None: by CHUNK_ELEMENTS
+    """
+
+    pg: dist.ProcessGroup
+    first_row: int
+    chunk: int | None = None
+
+
+def sampled_logprob_parallel(
+    hidden_TD: Tensor,
+    weight_UD: Tensor,
+    targets_T: Tensor,
+    part: VocabularyPart,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor] | Tensor:
+    """As kernels.sampled_logprob over the whole vocabulary, the same on every rank. Call it on every rank of the group.
+
+    The gradient that comes in is the same on every rank; that of `hidden_TD` goes out partial, to be summed over them.
+    """
+    device = hidden_TD.device.type
+    if torch.is_autocast_enabled(device):
+        hidden_TD = hidden_TD.to(torch.get_autocast_dtype(device))
+    rows = part.chunk or max(MIN_CHUNK, CHUNK_ELEMENTS // max(1, len(hidden_TD)))
+    with torch.autocast(device, enabled=False):
+        logprobs_T, entropy_T = _ParallelLogprob.apply(  # type: ignore[misc]
+            hidden_TD, weight_UD, targets_T - part.first_row, (temperature, rows), entropy, part.pg
+        )
+    return (logprobs_T, entropy_T) if entropy else logprobs_T
+
+
+class _ParallelLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_UD: Tensor,
+        targets_T: Tensor,
+        settings: tuple[float, int],
+        entropy: bool,
+        pg: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor | None]:
+        temperature, rows = settings
+        cast_UD = weight_UD.to(hidden_TD.dtype)
+        target_T, lse_T, entropy_T = scan(_Chunks(hidden_TD, cast_UD, temperature, rows), targets_T, entropy)
+        own = torch.stack([target_T, lse_T] if entropy_T is None else [target_T, lse_T, entropy_T])
+        all_W = own.new_empty((dist.get_world_size(pg), *own.shape))
+        dist.all_gather_single(all_W.flatten(0, 1), own, group=pg)
+        target_T = all_W[:, 0].sum(0)
+        lse_T, entropy_T = merge(all_W[:, 1], all_W[:, 2] if entropy else None)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden_TD, cast_UD, targets_T, lse_T, entropy_T)
+        ctx.settings = temperature, rows, weight_UD.dtype
+        return target_T - lse_T, entropy_T
+
+    backward = _SampledLogprob.backward
