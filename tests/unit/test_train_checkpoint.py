@@ -193,10 +193,30 @@ def test_a_damaged_file_is_an_error_with_its_name(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, 2, states(2))
     file = path / "actor.pt"
     file.write_bytes(b"\0" * file.stat().st_size)
-    with pytest.raises(CheckpointError, match="cannot read .*actor.pt"):
+    with pytest.raises(CheckpointError, match="actor.pt is damaged.*remove this checkpoint"):
         checkpoint.load(path, "actor")
     with pytest.raises(CheckpointError, match="has no state 'reward' .*actor, flow"):
         checkpoint.load(path, "reward")
+
+
+def test_pitfall_25_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
+    """Same size, other bytes (a bad disk, a torn copy), in any file and at any place: refused, never NaN weights."""
+    log = tmp_path / "dock.log"
+    log.write_bytes(b"rows" * 100)
+    path = checkpoint.save(tmp_path / "root", 1, {"actor": {"w": torch.zeros(10_000)}}, files=[log])
+    checkpoint.verify(path)
+    for name in ("actor.pt", "dock.log"):
+        whole = (path / name).read_bytes()
+        for at in (0, len(whole) // 2, len(whole) - 1):
+            (path / name).write_bytes(whole[:at] + bytes([whole[at] ^ 0x80]) + whole[at + 1 :])
+            assert checkpoint.latest(path.parent) == path  # its size is right
+            with pytest.raises(CheckpointError, match=f"{name} is damaged"):
+                checkpoint.verify(path)
+            if name == "actor.pt":
+                with pytest.raises(CheckpointError, match="is damaged"):
+                    checkpoint.load(path, "actor")
+        (path / name).write_bytes(whole)
+    checkpoint.verify(path)
 
 
 def test_only_data_is_read(tmp_path: Path) -> None:

@@ -255,15 +255,12 @@ def test_a_nan_loss_is_named_and_leaves_no_gradient() -> None:
     assert not trainer.optimizer.gradients()  # type: ignore[union-attr]
 
 
-def test_a_nan_weight_is_named() -> None:
+def test_a_nan_weight_is_found_by_its_log_probs() -> None:
     trainer = engine()
-    trainer.check_weights()
     with torch.no_grad():
         trainer.model.layers[1].o.weight[0, 0] = float("nan")
     with pytest.raises(NonFinite, match=r"actor logprobs of row \d+ is nan at update 1"):
         trainer.update(sampled(), ACTOR)
-    with pytest.raises(NonFinite, match=r"weight layers.1.o.weight has 1 of 1920 elements not finite"):
-        trainer.check_weights()
 
 
 def test_a_nan_gradient_is_named_and_the_weights_stay() -> None:

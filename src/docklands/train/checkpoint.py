@@ -2,9 +2,10 @@
 
     root/step_000004/actor.pt ... flow.pt COMPLETE
 
-All files are written and synced in a directory of another name, the marker COMPLETE (with every file's size) last; then
-one rename makes the checkpoint appear. Older ones are removed only after that. A process killed at any point leaves the
-checkpoints that were complete before, and rubbish that the next save removes. One process writes to a root at a time.
+All files are written and synced in a directory of another name, the marker COMPLETE (with every file's size and
+checksum) last; then one rename makes the checkpoint appear. Older ones are removed only after that. A process killed at
+any point leaves the checkpoints that were complete before, and rubbish that the next save removes. One process writes
+to a root at a time. A file whose bytes have changed since (a bad disk, a torn copy) is refused when it is read.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,22 @@ import torch
 from docklands.errors import CheckpointError
 
 MARKER = "COMPLETE"
-FORMAT = 1
+FORMAT = 2
+REMOVE = "remove this checkpoint: the one before it is used then"
 _STEP = re.compile(r"step_(\d+)")
 _WRITING, _REPLACED = ".writing-", ".replaced-"
+_BLOCK = 1 << 20  # bytes read at a time
+
+Stamp = dict[str, int]
+"""What the marker holds of a file: {"size": bytes, "crc32": of all of them}."""
 
 
-def save(root: Path | str, step: int, states: Mapping[str, Mapping[str, Any]], keep: int = 2) -> Path:
+def save(
+    root: Path | str, step: int, states: Mapping[str, Mapping[str, Any]], keep: int = 2, files: Sequence[Path] = ()
+) -> Path:
     """Write one file per state and return the checkpoint's directory; afterwards `keep` complete ones remain.
+
+    `files`, written and synced by others, are moved into it.
 
     States hold tensors, numbers, strings, None and containers of them. A checkpoint of the same step is replaced.
     CheckpointError when it cannot be written (disk full, no permission): what was there before is untouched.
@@ -41,8 +52,11 @@ def save(root: Path | str, step: int, states: Mapping[str, Mapping[str, Any]], k
         recover(root)
         sweep(root)
         writing.mkdir()
-        sizes = {f"{name}.pt": write(writing / f"{name}.pt", state) for name, state in states.items()}
-        write_marker(writing / MARKER, {"format": FORMAT, "step": step, "files": sizes})
+        stamps = {f"{name}.pt": write(writing / f"{name}.pt", state) for name, state in states.items()}
+        stamps |= {file.name: stamp(file) for file in files}
+        for file in files:
+            shutil.move(file, writing / file.name)
+        write_marker(writing / MARKER, step, stamps)
         sync_directory(writing)
         put_in_place(writing, path)
     except OSError as error:
@@ -74,12 +88,39 @@ def complete(root: Path | str) -> list[Path]:
 
 def is_complete(path: Path | str) -> bool:
     """Whether the marker is there and every file that it lists has the size it lists."""
-    path = Path(path)
     try:
-        files = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
-        return all((path / name).stat().st_size == size for name, size in files.items())
+        return all((Path(path) / name).stat().st_size == found["size"] for name, found in read_stamps(path).items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def read_stamps(path: Path | str) -> dict[str, Stamp]:
+    """The stamps of a checkpoint's files, as its marker lists them. Raises whatever a damaged marker raises."""
+    return json.loads((Path(path) / MARKER).read_text(encoding="utf-8"))["files"]
+
+
+def stamp(file: Path) -> Stamp:
+    """Size and checksum of a file as it is now. Raises OSError."""
+    size = crc = 0
+    with open(file, "rb") as opened:
+        while block := opened.read(_BLOCK):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return {"size": size, "crc32": crc}
+
+
+def verify(path: Path | str, names: Iterable[str] | None = None) -> None:
+    """CheckpointError unless these files (None: all) of a complete checkpoint hold the bytes that were written."""
+    path = Path(path)
+    if not is_complete(path):
+        raise CheckpointError(f"checkpoint {path} is not complete", "it was cut off while it was written; use another")
+    stamps = read_stamps(path)
+    for name in stamps if names is None else names:
+        try:
+            intact = stamp(path / name) == stamps[name]
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path / name}: {error.strerror or error}", REMOVE) from error
+        if not intact:
+            raise CheckpointError(f"{path / name} is damaged: its bytes are not those that were written", REMOVE)
 
 
 def step_of(path: Path | str) -> int:
@@ -93,24 +134,23 @@ def step_of(path: Path | str) -> int:
 def load(path: Path | str, name: str) -> dict[str, Any]:
     """One state of a complete checkpoint, on the CPU. Only data is read, never code.
 
-    CheckpointError when the checkpoint is not complete, lacks the state, or cannot be read.
+    CheckpointError when the checkpoint is not complete, lacks the state, is damaged, or cannot be read.
     """
     path = Path(path)
-    if not is_complete(path):
-        raise CheckpointError(f"checkpoint {path} is not complete", "it was cut off while it was written; use another")
     file = path / f"{name}.pt"
-    if not file.is_file():
+    if is_complete(path) and file.name not in read_stamps(path):
         have = ", ".join(sorted(p.stem for p in path.glob("*.pt")))
         raise CheckpointError(f"checkpoint {path} has no state {name!r}", f"it has: {have or 'none'}")
+    verify(path, [file.name])
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged file; all mean the same here
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"cannot read {file}: {first}", "the file is damaged; use another checkpoint") from error
+        raise CheckpointError(f"cannot read {file}: {first}", REMOVE) from error
 
 
-def write(path: Path, state: Mapping[str, Any]) -> int:
-    """Write and sync one state; its size in bytes."""
+def write(path: Path, state: Mapping[str, Any]) -> Stamp:
+    """Write and sync one state."""
     with open(path, "wb") as file:
         sink = _Sink(file)
         try:
@@ -122,15 +162,16 @@ def write(path: Path, state: Mapping[str, Any]) -> int:
             raise sink.error
         file.flush()
         os.fsync(file.fileno())
-        return file.tell()
+        return {"size": sink.size, "crc32": sink.crc}
 
 
 class _Sink:
-    """A file that remembers why a write failed, and swallows everything after it."""
+    """A file that remembers why a write failed, and swallows everything after it; sums up what it was given."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
         self.error: OSError | None = None
+        self.size = self.crc = 0
 
     def write(self, data: Any) -> int:
         if self.error is None:
@@ -138,7 +179,9 @@ class _Sink:
                 self.file.write(data)
             except OSError as error:
                 self.error = error
-        return memoryview(data).nbytes
+        size = memoryview(data).nbytes
+        self.size, self.crc = self.size + size, zlib.crc32(data, self.crc)
+        return size
 
     def flush(self) -> None:
         if self.error is None:
@@ -148,10 +191,10 @@ class _Sink:
                 self.error = error
 
 
-def write_marker(path: Path, content: dict[str, Any]) -> None:
+def write_marker(path: Path, step: int, stamps: Mapping[str, Stamp]) -> None:
     """The last file of a checkpoint."""
     with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file)
+        json.dump({"format": FORMAT, "step": step, "files": dict(stamps)}, file)
         file.flush()
         os.fsync(file.fileno())
 

@@ -11,7 +11,6 @@ bit for bit.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +29,9 @@ from docklands.kernels.prefix_attention import PrefixAttention
 from docklands.models import CausalLM, ValueModel
 from docklands.obs.metrics import Metrics
 from docklands.train.microbatch import Layout, lay_out, plan_microbatches
+from docklands.train.offload import install, reset, saver_metrics, update_metrics
 from docklands.train.optim import Optimizer, copy_named
+from docklands.train.routers import Routers, begin_alone
 
 log = logging.getLogger("docklands.train")
 
@@ -66,7 +67,8 @@ class TrainEngine:
         self.version = 0
         self.notes: list[str] = []
         self._learner = "actor"
-        model.recompute = section.recompute
+        self.routers = Routers(model.config, section)
+        self.saver = install([model], section, next(model.parameters()).device)
         dtype = getattr(torch, section.dtype)
         named = dict(model.named_parameters())
         if optim is None:
@@ -119,9 +121,7 @@ class TrainEngine:
         if not layout.num_tokens:
             empty_T = torch.zeros(tokens)
             return ModelOutput(empty_T, empty_T if entropy else None, empty_T)
-        device = self.device
-        attend = PrefixAttention(layout.groups, device)
-        out = self.model(layout.token_ids_S.to(device), layout.positions_S.to(device), attend)
+        out, device = self.states(layout), self.device
         source = layout.source.to(device)
         if isinstance(self.model, ValueModel):
             return ModelOutput(values_T=spread(out[source], layout, tokens))
@@ -136,6 +136,13 @@ class TrainEngine:
         logprobs, entropies = found if isinstance(found, tuple) else (found, None)
         entropy_T = None if entropies is None else spread(entropies, layout, tokens)
         return ModelOutput(spread(logprobs, layout, tokens), entropy_T)
+
+    def states(self, layout: Layout) -> Tensor:
+        """What the trunk makes of a micro-batch: hidden_SD, or values_S."""
+        device = self.device
+        attend, routes = PrefixAttention(layout.groups, device), self.routers.open(layout.routes_SLk, device)
+        out = self.model(layout.token_ids_S.to(device), layout.positions_S.to(device), attend, routes=routes)
+        return self.routers.attach(out, routes, layout.rows_S)
 
     def _vocabulary_chunk(self, states: int) -> int:
         """Rows of the vocabulary at a time: never more logits at once than logprob_chunk_tokens tokens have."""
@@ -156,11 +163,14 @@ class TrainEngine:
         """
         optimizer = self._trainable()
         self._learner = name = learner.name
+        reset(self.saver)
         denominators = self._denominators(batch)
         metrics = Metrics()
         total, passes, packed = 0.0, 0, 0
+        plans = self._plan(batch) if denominators.tokens else []
         try:
-            for rows in self._plan(batch) if denominators.tokens else ():
+            begin_alone(self, batch, plans)
+            for rows in plans:
                 micro = batch.select(rows)
                 layout = lay_out(micro, self.section.share_prefix)
                 if not layout.num_tokens:
@@ -170,13 +180,19 @@ class TrainEngine:
                 metrics.merge({k: (float(s), float(c)) for k, (s, c) in result.metrics.items()})
                 total, passes, packed = total + float(result.loss.detach()), passes + 1, packed + layout.num_tokens
         except BaseException:
-            optimizer.clear()
+            self._forget(optimizer)
             raise
+        metrics.add_values(self.routers.metrics(name))
         if denominators.tokens:
             metrics.add(f"{name}/loss", total)
         counts = {"tokens": denominators.tokens, "packed_tokens": packed, "microbatches": passes}
         metrics.add_values({f"{name}/{what}": count for what, count in counts.items()})
+        metrics.merge(saver_metrics(name, self.saver))
         return metrics.pairs()
+
+    def _forget(self, optimizer: Optimizer) -> None:
+        optimizer.clear()
+        self.routers.forget()
 
     def _backward(self, micro: Batch, layout: Layout, learner: Learner, denominators: Denominators) -> LossResult:
         out = self._forward(layout, micro.num_tokens, learner.entropy)
@@ -212,9 +228,10 @@ class TrainEngine:
         try:
             norm, lr = optimizer.step()
         except NonFinite:
-            optimizer.clear()
+            self._forget(optimizer)
             raise
-        return {f"{name}/grad_norm": (norm, 1.0), f"{name}/lr": (lr, 1.0), f"{name}/updates": (1.0, 1.0)}
+        self.routers.settle([self.model])
+        return update_metrics(name, norm, lr, optimizer.resting)
 
     def _trainable(self) -> Optimizer:
         if self.optimizer is None:
@@ -226,13 +243,6 @@ class TrainEngine:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every parameter as the forward pass uses it; tied ones once. The tensors are live."""
         return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
-
-    def check_weights(self) -> None:
-        """NonFinite names the first parameter that holds a NaN or an infinity."""
-        for name, weight in self.weights():
-            if not math.isfinite(float(torch.linalg.vector_norm(weight, dtype=torch.float32))):
-                bad = int((~torch.isfinite(weight)).sum())
-                raise NonFinite(f"weight {name} has {bad} of {weight.numel()} elements not finite after {self.updates}")
 
     def masters(self) -> dict[str, Tensor]:
         """fp32 weights by name (the live ones); of a frozen engine, what it computes with."""
@@ -256,7 +266,7 @@ class TrainEngine:
             self.optimizer.check_state(state.get("optimizer"))
             self.optimizer.load_masters(state.get("model"))  # checks too, before it copies
             self.notes = self.optimizer.load_state_dict(state["optimizer"])
-            self.optimizer.clear()
+            self._forget(self.optimizer)
         self.version = int(state.get("version", 0))
         for note in self.notes:
             log.warning("resumed with a changed setting: optim.%s", note)

@@ -1,10 +1,12 @@
 """Which rows go through the model together, and how they are laid out there.
 
-Legend: T tokens of a batch end to end (what a loss sees), S tokens that go through the model, M trained tokens.
+Legend: T tokens of a batch end to end (what a loss sees), S tokens that go through the model, M trained tokens,
+L layers with experts, k experts of a token.
 
 Three things make S smaller than T, none of which changes a result: tokens that stand after the last one that predicts a
 trained token are left out; rows of a group with equal inputs go through once; what is left of a group shares its
 longest common prefix. (The hidden state of a shared token serves several rows; its gradient is the sum over them.)
+Where router choices are given they are inputs too: what is shared agrees in them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from docklands.core.batch import Batch
-from docklands.core.fields import GROUP_ID, LOSS_MASK, TOKEN_IDS
+from docklands.core.fields import GROUP_ID, LOSS_MASK, TOKEN_IDS, routes_in
 from docklands.errors import TrainError
 from docklands.kernels.prefix_attention import Group
 
@@ -29,6 +31,7 @@ class Inputs:
     tokens   per row, token ids up to and without the last trained token; empty if nothing trains
     trained  positions in the packed batch [0, T) of the trained tokens, int64 [M]
     row_M    their rows
+    routes_TLk  router choices of the packed batch, int16; None when the batch has none
     """
 
     def __init__(self, batch: Batch, share: bool) -> None:
@@ -45,9 +48,16 @@ class Inputs:
         self.lengths = np.zeros(len(batch), np.int64)
         np.maximum.at(self.lengths, self.row_M, self.at_M)
         self.tokens = [self.values[o : o + n] for o, n in zip(self.offsets, self.lengths)]
+        column = routes_in(batch.fields)
+        self.routes_TLk = None if column is None else batch[column].values.numpy()
         grouped = share and GROUP_ID in batch
         self.group = batch[GROUP_ID].numpy() if grouped else np.arange(len(batch))
         self.share = grouped
+
+    def inputs(self, row: int) -> list[np.ndarray]:
+        """What a row feeds to the model, each array [tokens] or [tokens, L, k]."""
+        start, length = self.offsets[row], self.lengths[row]
+        return [self.tokens[row], *([] if self.routes_TLk is None else [self.routes_TLk[start : start + length]])]
 
 
 @dataclass(frozen=True)
@@ -76,9 +86,10 @@ def family_of(inputs: Inputs, rows: Sequence[int]) -> Family:
     distinct: dict[bytes, list[int]] = {}
     for row in rows:
         if inputs.lengths[row]:
-            distinct.setdefault(inputs.tokens[row].tobytes(), []).append(row)
+            distinct.setdefault(b"".join(part.tobytes() for part in inputs.inputs(row)), []).append(row)
     members = tuple(tuple(same) for same in distinct.values())
-    prefix = common_prefix([inputs.tokens[same[0]] for same in members])
+    columns = zip(*(inputs.inputs(same[0]) for same in members))
+    prefix = min((common_prefix(column) for column in columns), default=0)
     return Family(prefix, tuple(int(inputs.lengths[same[0]]) - prefix for same in members), members)
 
 
@@ -88,9 +99,11 @@ def common_prefix(sequences: Sequence[np.ndarray]) -> int:
         return 0
     first = sequences[0]
     shared = min(map(len, sequences))
-    for other in sequences[1:]:
-        differs = np.flatnonzero(first[:shared] != other[:shared])
+    for other in sequences[1:] if shared else ():
+        differs = np.flatnonzero((first[:shared] != other[:shared]).reshape(shared, -1).any(1))
         shared = int(differs[0]) if len(differs) else shared
+        if not shared:
+            break
     return shared
 
 
@@ -172,6 +185,8 @@ class Layout:
     source                    which of the S hidden states predicts each distinct (state, target), int64
     target                    the token ids they predict, int64
     of_M                      which distinct pair serves each trained token, int64 [M]
+    rows_S                    how many rows each of the S tokens stands for, int64
+    routes_SLk                router choices to replay, int16, -1 unknown; None when the batch has none
     """
 
     token_ids_S: Tensor
@@ -181,6 +196,8 @@ class Layout:
     source: Tensor
     target: Tensor
     of_M: Tensor
+    rows_S: Tensor
+    routes_SLk: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -195,7 +212,7 @@ def lay_out(batch: Batch, share: bool = True) -> Layout:
         members.setdefault(group, []).append(row)
     shift = np.zeros((2, len(batch)), np.int64)  # S index - position in the row: in the prefix, and after it
     prefix_of = np.zeros(len(batch), np.int64)
-    ids, positions, groups = [], [], []
+    taken, positions, counts, groups = [], [], [], []  # taken: where in the packed batch
     at = 0
     for rows in members.values():
         family = family_of(inputs, rows)
@@ -204,13 +221,15 @@ def lay_out(batch: Batch, share: bool = True) -> Layout:
         if not inputs.share:  # a row of its own: one causal sequence
             family = Family(0, (family.cost,), family.members)
         groups.append((family.prefix, list(family.suffixes)))
-        ids.append(inputs.tokens[family.members[0][0]][: family.prefix])
         positions.append(np.arange(family.prefix))
+        taken.append(inputs.offsets[family.members[0][0]] + positions[-1])
+        counts.append(np.full(family.prefix, len(family.rows)))
         start = at
         at += family.prefix
         for length, same in zip(family.suffixes, family.members):
-            ids.append(inputs.tokens[same[0]][family.prefix :])
             positions.append(np.arange(family.prefix, family.prefix + length))
+            taken.append(inputs.offsets[same[0]] + positions[-1])
+            counts.append(np.full(length, len(same)))
             for row in same:
                 shift[0, row], shift[1, row], prefix_of[row] = start, at - family.prefix, family.prefix
             at += length
@@ -219,13 +238,15 @@ def lay_out(batch: Batch, share: bool = True) -> Layout:
     source_M = before_M + shift[after_prefix_M, inputs.row_M]
     target_M = inputs.values[inputs.trained].astype(np.int64)
     pairs, of_M = np.unique(source_M << 32 | target_M, return_inverse=True)
-    whole = [np.zeros(0, np.int64)]
+    taken_S, positions_S, rows_S = (np.concatenate([*x, np.zeros(0, np.int64)]) for x in (taken, positions, counts))
     return Layout(
-        torch.from_numpy(np.concatenate([*ids, *whole]).astype(np.int64)),
-        torch.from_numpy(np.concatenate([*positions, *whole])),
+        torch.from_numpy(inputs.values[taken_S].astype(np.int64)),
+        torch.from_numpy(positions_S),
         groups,
         torch.from_numpy(inputs.trained),
         torch.from_numpy(pairs >> 32),
         torch.from_numpy(pairs & 0xFFFFFFFF),
         torch.from_numpy(of_M.reshape(-1)),
+        torch.from_numpy(rows_S),
+        None if inputs.routes_TLk is None else torch.from_numpy(inputs.routes_TLk[taken_S]),
     )

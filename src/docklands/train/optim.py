@@ -19,6 +19,7 @@ from torch.optim.adamw import adamw
 
 from docklands.config.schema import OptimSection
 from docklands.errors import CheckpointError, NonFinite
+from docklands.train.offload import Moments, Pair, lower_tier
 
 Rates = tuple[float, float]
 """Learning rate, weight decay."""
@@ -48,15 +49,20 @@ def global_norm(gradients: Iterable[Tensor]) -> float:
     Piece by piece: a long fp32 sum of squares is off by 1e-3 at 30 M elements, pieces summed in double are not; and a
     16-bit gradient is widened where the cache holds it.
     """
-    squares = []
-    for gradient in gradients:
-        flat = gradient.reshape(-1)
-        wide = None if flat.dtype == torch.float32 else scratch(flat)
-        for piece in pieces(len(flat)):
-            part = flat[piece] if wide is None else wide[: piece.stop - piece.start].copy_(flat[piece])
-            squares.append(torch.dot(part, part))
+    squares = [square for gradient in gradients for square in squares_of(gradient)]
     numbers = torch.stack(squares).tolist() if squares else []
     return math.sqrt(math.fsum(numbers)) if all(map(math.isfinite, numbers)) else math.nan
+
+
+def squares_of(gradient: Tensor) -> list[Tensor]:
+    """Sum of squares of each piece of a gradient, fp32 scalars."""
+    flat = gradient.reshape(-1)
+    wide = None if flat.dtype == torch.float32 else scratch(flat)
+    squares = []
+    for piece in pieces(len(flat)):
+        part = flat[piece] if wide is None else wide[: piece.stop - piece.start].copy_(flat[piece])
+        squares.append(torch.dot(part, part))
+    return squares
 
 
 def scratch(like: Tensor) -> Tensor:
@@ -75,15 +81,25 @@ class Optimizer:
         self.total_updates = total_updates
         self.updates = 0
         self.parameters = dict(parameters)
-        self.masters = {name: p.data for name, p in self.parameters.items()}
-        self.moments = {name: (torch.zeros_like(m), torch.zeros_like(m)) for name, m in self.masters.items()}
+        self.masters = {name: self.local(p.data) for name, p in self.parameters.items()}
+        device = next((m.device for m in self.masters.values()), torch.device("cpu"))
+        self.resting = Moments(self.masters, lower_tier(device) if section.offload else None)
         self._sums: dict[str, Tensor] = {}
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """What this process holds of a parameter or a gradient: here, all of it."""
+        return tensor
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Give the matrices a copy in `dtype` to compute with; their fp32 storage stays here, as masters."""
         for name, parameter in self.parameters.items():
             if self.masters[name].dim() >= 2 and parameter.dtype != dtype:
                 parameter.data = self.masters[name].to(dtype)
+
+    @property
+    def moments(self) -> dict[str, Pair]:
+        """exp_avg and exp_avg_sq by name, the live ones; what rests elsewhere comes, and stays until the next step."""
+        return self.resting.all()
 
     @property
     def lr(self) -> float:
@@ -103,7 +119,7 @@ class Optimizer:
 
     def gradients(self) -> dict[str, Tensor]:
         """Of the parameters that have one."""
-        own = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        own = {name: self.local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
         return {**own, **self._sums}
 
     def clear(self) -> None:
@@ -135,15 +151,18 @@ class Optimizer:
         norm, lr, clip = self.norm(), self.lr, self.section.grad_clip
         factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
         for name, gradient in self.gradients().items():
-            self._update(name, gradient.reshape(-1), factor, lr)
+            with self.resting.of(name) as pair:
+                self._update(name, gradient.reshape(-1), pair, (factor, lr))
+        self.resting.rest()
         self.clear()
         self.updates += 1
         return norm, lr
 
-    def _update(self, name: str, gradient: Tensor, factor: float, lr: float) -> None:
-        """One parameter, given its flat gradient."""
-        master, copy = self.masters[name].view(-1), self.parameters[name].data.view(-1)
-        first, second = (moment.view(-1) for moment in self.moments[name])
+    def _update(self, name: str, gradient: Tensor, moments: Pair, rates: tuple[float, float]) -> None:
+        """One parameter, given its flat gradient, its moments, the clip factor and the learning rate."""
+        factor, lr = rates
+        master, copy = self.masters[name].view(-1), self.local(self.parameters[name].data).view(-1)
+        first, second = (moment.view(-1) for moment in moments)
         decay = self.section.weight_decay if self.masters[name].dim() >= 2 else 0.0
         wide = None if gradient.dtype == torch.float32 else scratch(gradient)
         for piece in pieces(len(master)):
@@ -179,20 +198,19 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, the number of updates, the settings they were made with. The tensors are the live ones."""
+        moments = self.moments
         return {
-            "updates": self.updates,
-            "total_updates": self.total_updates,
-            "settings": self.section.model_dump(mode="json"),
-            "exp_avg": {name: first for name, (first, _) in self.moments.items()},
-            "exp_avg_sq": {name: second for name, (_, second) in self.moments.items()},
+            **self.counts(),
+            "exp_avg": {name: first for name, (first, _) in moments.items()},
+            "exp_avg_sq": {name: second for name, (_, second) in moments.items()},
         }
 
     def check_state(self, state: Any) -> None:
         """CheckpointError when this is not a whole state of this optimizer."""
         if not isinstance(state, Mapping) or "updates" not in state:
             raise CheckpointError("the checkpoint has no optimizer state", "it cannot be resumed from")
-        for key, slot in (("exp_avg", 0), ("exp_avg_sq", 1)):
-            check_named(state.get(key), {name: pair[slot] for name, pair in self.moments.items()}, f"optimizer {key}")
+        for key in ("exp_avg", "exp_avg_sq"):
+            check_named(state.get(key), self.masters, f"optimizer {key}")
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -201,8 +219,22 @@ class Optimizer:
         for name, (first, second) in self.moments.items():
             first.copy_(state["exp_avg"][name])
             second.copy_(state["exp_avg_sq"][name])
+        return self.load_counts(state)
+
+    def counts(self) -> dict[str, Any]:
+        """The number of updates, and the settings they were made with: plain data."""
+        return {
+            "updates": self.updates,
+            "total_updates": self.total_updates,
+            "settings": self.section.model_dump(mode="json"),
+        }
+
+    def load_counts(self, state: Mapping[str, Any]) -> list[str]:
+        """Take the number of updates; the configured settings win. -> one line for each setting that differs."""
         self.updates = int(state["updates"])
-        saved = {**state.get("settings", {}), "total_updates": state.get("total_updates")}
+        saved = dict(state.get("settings", {}))
+        if self.section.schedule != "constant":  # which has no horizon
+            saved["total_updates"] = state.get("total_updates")
         now = {**self.section.model_dump(mode="json"), "total_updates": self.total_updates}
         return [f"{key}: {saved[key]} -> {now[key]}" for key in now if key in saved and saved[key] != now[key]]
 
@@ -210,6 +242,11 @@ class Optimizer:
     def load_masters(self, weights: Mapping[str, Tensor] | None) -> None:
         """Take fp32 weights, and round the compute copies from them."""
         copy_named(weights, self.masters, "weights")
+        self.round_copies()
+
+    @torch.no_grad()
+    def round_copies(self) -> None:
+        """Make the compute copies anew from the masters."""
         for name, parameter in self.parameters.items():
             if parameter.dtype != self.masters[name].dtype:
                 parameter.data.copy_(self.masters[name])

@@ -1,0 +1,178 @@
+"""The sharded engine's edges: replicas without work, losses that are not finite, bfloat16, frozen weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from docklands.config.schema import TrainSection
+from docklands.core.batch import Packed
+from docklands.core.loss import Denominators, LossResult, ModelOutput
+from docklands.core.stage import Learner
+from docklands.errors import LayoutError, NonFinite, TrainError
+from docklands.models import ModelConfig, build
+from docklands.models.sharded import build_sharded, load_sharded
+from docklands.parallel import Layout
+from docklands.parallel.mesh import Mesh
+from docklands.train.sharded import ShardedEngine
+from tests.distributed.cases import MODELS, OPTIM, TRAIN, alone, batches, difference, gradients_of
+from tests.distributed.pool import Pool
+from tests.train_cases import ACTOR, ACTOR_WITH_ENTROPY, policy_loss
+
+
+def engine_of(path: Path, layout: Layout, frozen: bool = False, **train: Any) -> ShardedEngine:
+    section = TrainSection(**{**TRAIN, **train})
+    model = load_sharded(path / "policy", Mesh(layout, timeout_s=60), dtype=getattr(torch, section.dtype))
+    return ShardedEngine(model, section, None if frozen else OPTIM, max_tokens=8, total_updates=10)
+
+
+def unequal(path: Path, layout: Layout, split: list[int]) -> Any:
+    """Replica r gets the rows from split[r] to split[r + 1]: some have few micro-batches, one has none."""
+    engine = engine_of(path, layout, tokens_per_microbatch=40)
+    replica = 0 if engine.mesh.data is None else engine.mesh.data.rank
+    rows = np.arange(split[replica], split[replica + 1])
+    metrics = engine.forward_backward(batches()[0].select(rows), ACTOR_WITH_ENTROPY)
+    gradients = gradients_of(engine)
+    return {**metrics, **engine.optim_step()}, gradients if engine.mesh.rank == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("qwen3_tied", Layout(fsdp=4)), ("qwen3_moe", Layout(dp=4, ep=4)), ("llama_bias", Layout(fsdp=2, cp=2))],
+    ids=str,
+)
+def test_replicas_without_work_take_part(name: str, layout: Layout, models: Path, pool: Pool) -> None:
+    rows = len(batches()[0])
+    split = [0, rows - 2, rows - 1, rows, rows] if layout.data == 4 else [0, rows, rows]
+    found = pool.run(layout.world_size, unequal, models / name, layout, split)
+    expected = alone(models / name, tokens_per_microbatch=40)
+    for name, gradient in expected["gradients"].items():
+        assert difference(found[0][1][name], gradient) < 1e-5, name
+    assert len({repr(sorted(metrics.items())) for metrics, _ in found}) == 1, "every rank reports the same"
+    assert found[0][0]["actor/grad_norm"][0] == pytest.approx(expected["metrics"][0]["actor/grad_norm"][0], rel=1e-5)
+
+
+def poisoned_loss(packed: Packed, out: ModelOutput, denominators: Denominators) -> LossResult:
+    """NaN in one micro-batch: the one that holds row 103."""
+    result = policy_loss(packed, out, denominators)
+    return LossResult(result.loss * (torch.nan if 103 in packed.batch.row_ids else 1.0), result.metrics)
+
+
+def not_finite(path: Path, layout: Layout) -> list[Any]:
+    engine = engine_of(path, layout)
+    replica = 0 if engine.mesh.data is None else engine.mesh.data.rank
+    batch = batches()[0].select(np.arange(replica, 12, layout.data))
+    try:
+        engine.forward_backward(batch, Learner("actor", "actor", ACTOR.reads, poisoned_loss))
+    except NonFinite as error:
+        skipped = engine.optim_step()
+        return [str(error), skipped, engine.forward_backward(batch, ACTOR)["actor/loss"]]
+    return []
+
+
+@pytest.mark.parametrize("layout", [Layout(fsdp=2), Layout(pp=2), Layout(tp=2, dp=2)], ids=str)
+def test_a_loss_that_is_not_finite_raises_on_every_rank(layout: Layout, models: Path, pool: Pool) -> None:
+    found = pool.run(layout.world_size, not_finite, models / "qwen3_tied", layout)
+    assert all("the loss of actor is nan at update 1" in each[0] for each in found)
+    assert all(each[1] == {"actor/skipped_updates": (1.0, 1.0)} for each in found)
+    assert all(np.isfinite(each[2][0]) for each in found), "and the engine can go on"
+
+
+def bfloat16(path: Path, layout: Layout) -> Any:
+    engine = engine_of(path, layout, dtype="bfloat16")
+    replica = 0 if engine.mesh.data is None else engine.mesh.data.rank
+    losses = []
+    for batch in batches():
+        metrics = engine.update(batch.select(np.arange(replica, len(batch), layout.data)), ACTOR_WITH_ENTROPY)
+        losses.append((metrics["actor/loss"][0], metrics["actor/grad_norm"][0]))
+    dtypes = {str(master.dtype) for master in engine.masters().values()}
+    return losses, dtypes
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("qwen3_tied", Layout(tp=2, pp=2)), ("qwen3_tied", Layout(fsdp=2)), ("qwen3_moe", Layout(fsdp=2, ep=2))],
+    ids=str,
+)
+def test_bfloat16_with_fp32_masters(name: str, layout: Layout, models: Path, pool: Pool) -> None:
+    expected = alone(models / name, dtype="bfloat16")["metrics"]
+    for losses, dtypes in pool.run(layout.world_size, bfloat16, models / name, layout):
+        assert dtypes == {"torch.float32"}
+        for (loss, norm), reference in zip(losses, expected):
+            assert loss == pytest.approx(reference["actor/loss"][0], abs=0.02)
+            assert norm == pytest.approx(reference["actor/grad_norm"][0], rel=0.05)
+
+
+def frozen(path: Path, layout: Layout) -> Any:
+    engine = engine_of(path, layout, frozen=True)
+    try:
+        engine.forward_backward(batches()[0], ACTOR)
+    except TrainError as error:
+        return engine.logprobs(batches()[0]).values, str(error)
+
+
+def test_frozen_weights_only_compute(models: Path, pool: Pool) -> None:
+    for logprobs, error in pool.run(2, frozen, models / "qwen3_tied", Layout(tp=2)):
+        assert difference(logprobs, alone(models / "qwen3_tied")["before"]) < 1e-5
+        assert "frozen" in error
+
+
+def recomputed(path: Path, layout: Layout) -> Any:
+    engine = engine_of(path, layout, recompute=True)
+    engine.forward_backward(batches()[0], ACTOR_WITH_ENTROPY)
+    return gradients_of(engine)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(cp=2, context="ring")], ids=str)
+def test_recomputation_changes_nothing(layout: Layout, models: Path, pool: Pool) -> None:
+    found = pool.run(2, recomputed, models / "qwen3_tied", layout)[0]
+    for name, gradient in alone(models / "qwen3_tied")["gradients"].items():
+        assert difference(found[name], gradient) < 1e-5, name
+
+
+def random_weights(layout: Layout) -> dict[str, torch.Tensor]:
+    model = build_sharded(ModelConfig.from_hf(MODELS["qwen3_tied"]), Mesh(layout), seed=4)
+    return {
+        name: tensor.clone() for name, tensor in model.whole({n: p.detach() for n, p in model.parameters().items()})
+    }
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(fsdp=2), Layout(pp=2)], ids=str)
+def test_random_weights_do_not_depend_on_the_layout(layout: Layout, pool: Pool) -> None:
+    expected = build(ModelConfig.from_hf(MODELS["qwen3_tied"]), seed=4)
+    for found in pool.run(2, random_weights, layout):
+        assert all(torch.equal(found[name], parameter) for name, parameter in expected.named_parameters())
+
+
+def exported(path: Path, layout: Layout, out: Path) -> None:
+    load_sharded(path / "policy", Mesh(layout)).export(out, path / "policy")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("qwen3_tied", Layout(pp=2, tp=2)), ("deepseek", Layout(fsdp=2, tp=2, ep=2))], ids=str
+)
+def test_import_and_export_are_bitwise(name: str, layout: Layout, models: Path, pool: Pool, tmp_path: Path) -> None:
+    pool.run(layout.world_size, exported, models / name, layout, tmp_path / "out")
+    before, after = (load_file(folder / "model.safetensors") for folder in (models / name / "policy", tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    configs = [(folder / "config.json").read_text() for folder in (models / name / "policy", tmp_path / "out")]
+    assert configs[0] == configs[1]
+
+
+def refused(path: Path, layout: Layout) -> str:
+    try:
+        load_sharded(path / "policy", Mesh(layout))
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+def test_pitfall_32_a_model_that_does_not_divide(models: Path, pool: Pool) -> None:
+    found = pool.run(4, refused, models / "qwen3_tied", Layout(pp=4))
+    assert all("pp 4 x vpp 1 = 4 chunks for 3 layers" in text for text in found)
