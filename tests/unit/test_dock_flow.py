@@ -137,6 +137,15 @@ def test_pitfall_16_a_barren_environment_stops_with_counts():
     assert dock.stats()["dock/dropped/all_0"] == 4 * GROUP
 
 
+def test_pitfall_29_groups_that_failed_say_how():
+    def drops(stage: str, rows: Rows) -> dict[int, str]:
+        return {int(r): f"env_error: down {r}" for r in rows.row_ids} if stage == "rollout" else {}
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run(flow(Dock(FILTERED, options(2, max_dropped_groups_per_step=5)), 1000, drops))
+    assert "env_error 6; the first failure: env_error: down 0" in str(caught.value.exceptions[0])
+
+
 def test_pitfall_16_the_count_starts_anew_with_each_step():
     def drops(stage: str, rows: Rows) -> dict[int, str]:
         if stage != "filter":

@@ -28,6 +28,7 @@ from tests.dock_parts import (
 
 from docklands.dock import Dock
 from docklands.errors import ConfigError, DockClosed, DockError, TakeTimeout
+from docklands.run.loop import admit as admit_prompts
 
 STAGES = (ROLLOUT, REWARD_STAGE, REF, ADVANTAGE_STAGE)
 
@@ -175,14 +176,13 @@ def test_a_thousand_steps_leave_nothing_behind():
             await admit(dock, 2 * index, 2 * index + 1)
             rows = await step(dock)
             await dock.retire(rows)
-            exchange = dock._exchange
-            tables = [exchange.ledger._rows, *(c._rows for c in exchange.transport.controllers.values())]
-            tables += [w._rows for w in exchange.transport.warehouses]
-            held = [len(w._chunks) for w in exchange.transport.warehouses] + [len(t) for t in tables]
-            held += [len(c.leases) + len(c._groups) + len(c._pending) for c in exchange.transport.controllers.values()]
-            held += [len(exchange.ledger.groups), len(exchange.ledger.dead), exchange.transport.nbytes]
+            control, stores = dock._exchange.control, dock._exchange.stores
+            tables = [w._rows for w in stores.warehouses]
+            held = [len(w._chunks) for w in stores.warehouses] + [len(t) for t in (*tables, control.roster)]
+            held += [len(c.leases) + c.pending + len(c.released) for c in control.controllers.values()]
+            held += [len(control.roster.by_group), control.ledger.dead, stores.nbytes]
             assert set(held) == {0}
-            sizes.append([len(table["row_id"]) for table in tables])
+            sizes.append([*(len(table["row_id"]) for table in tables), control.roster.blocks])
         assert sizes[0] == sizes[-1]
         assert dock.stats()["dock/puts"] == 1000 * (2 + 4)
 
@@ -222,3 +222,22 @@ def test_prompts_may_end_before_any_came():
             await waiting
 
     run(main())
+
+
+def test_a_dock_that_closes_between_slot_and_admission_leaves_the_group_with_the_prompts() -> None:
+    """In another process it can: the producer just ends, and a checkpoint written afterwards still has the prompt."""
+    dock = Dock(PLAIN, options(2))
+
+    class Closing:
+        counted = 0
+
+        def next_group(self):
+            dock._control.closed = True
+            return group(0)
+
+        def admitted(self) -> None:
+            self.counted += 1
+
+    prompts = Closing()
+    run(admit_prompts(prompts, dock))  # type: ignore[arg-type]
+    assert prompts.counted == 0

@@ -1,281 +1,213 @@
 """A controller: what one stage may take. Metadata only: ids, places, lengths, which columns are missing, leases.
 
-It is told of admissions, ready columns, drops and retirements by messages, and is asked for rows by the stage's
+It is told of admissions, ready columns, drops and retirements (progress.py), and is asked for rows by the stage's
 readers. It knows no tensor, no other controller and no clock: the time is an argument.
 
-Row states, per (row, stage):  FREE -> LEASED -> DONE, and back to FREE when the lease's deadline passes.
-A *hidden* row has left the flow: it is not handed out any more, and disappears once its lease, if any, has ended.
+Legend: B rows of a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from docklands.core.protocols import Rows
-from docklands.core.stage import By
-from docklands.dock.messages import Admission, Census, Notice, Want
-from docklands.dock.sampler import GroupState, Sampler, fit
-from docklands.dock.table import RowTable
+from docklands.dock.messages import Census, Want
+from docklands.dock.progress import DONE, FREE, HIDDEN, LEASED, STATE, Progress
+from docklands.dock.sampler import GroupQueue, divide, fit
+from docklands.dock.table import NO_ROWS
 from docklands.errors import DockError
 
-FREE, LEASED, DONE = 1, 2, 3
+EPOCH_BITS = 40
+"""A lease number is the epoch of its process, then a count: one that outlives a restarted controller is recognised."""
 
 
 @dataclass(slots=True)
 class Lease:
-    """Rows in a reader's hands. Times in seconds of the caller's clock."""
+    """Rows in a reader's hands. Times in seconds of the caller's clock.
 
-    row_ids: np.ndarray
-    since: float
-    deadline: float
-
-
-class Controller:
-    """The metadata of one stage.
-
-    reads  names of the columns that make a row ready
+    left   rows that are not acknowledged yet
+    owner  name of the client that took them
     """
 
-    def __init__(self, stage: str, by: By, reads: Sequence[str], sampler: Sampler) -> None:
-        if len(reads) > 63:
-            raise DockError(f"stage {stage!r} reads {len(reads)} columns, at most 63 are possible")
-        self.stage = stage
-        self.by: By = by
-        self.reads = tuple(reads)
+    slots: np.ndarray
+    left: int
+    since: float
+    deadline: float
+    owner: str = ""
+
+
+class Controller(Progress):
+    """The metadata of one stage, and its leases, the earliest deadline first."""
+
+    def __init__(self, stage: str, columns: tuple[Sequence[str], Sequence[str]], queue: GroupQueue) -> None:
+        """`columns`: those that make a row ready, and those that the stage makes."""
+        super().__init__(stage, columns, queue)
         self.leases: dict[int, Lease] = {}
-        self._bits = {name: 1 << i for i, name in enumerate(reads)}
-        self._pick = sampler
-        self._rows = RowTable(
-            order=np.int64,
-            length=np.int64,
-            lease=np.int64,
-            missing=np.int64,
-            place=np.int32,
-            state=np.uint8,
-            hidden=bool,
-        )
-        self._groups: dict[int, GroupState] = {}
-        self._pending: dict[int, GroupState] = {}
-        self._last_lease = 0
+        self._parts: dict[int, list[deque[int]]] = {}
+        self._last_lease = self._first_lease = 0
         self._allowed = 0
-        self._changed = False
 
-    # --- messages ----------------------------------------------------------------------------------------------
-
-    def admit(self, new: Admission) -> None:
-        """Rows of one group, nothing ready yet."""
-        slots = self._rows.add(new.row_ids)
-        for name, value in (("order", new.order), ("place", new.place), ("state", FREE)):
-            self._rows[name][slots] = value
-        self._rows["missing"][slots] = (1 << len(self.reads)) - 1
-        self._groups[new.order] = GroupState(new.order, new.group_id, slots)
-        self._recount((new.order,))
-
-    def ready(self, notice: Notice) -> None:
-        """Columns are there. Rows that this stage no longer knows are passed over."""
-        slots = self._rows.find(notice.row_ids)
-        here = slots >= 0
-        slots = slots[here]
-        self._rows["missing"][slots] &= ~sum(self._bits[name] for name in notice.columns)
-        self._rows["length"][slots] = np.maximum(self._rows["length"][slots], notice.lengths[here])
-        self._recount_rows(slots)
-
-    def hide(self, row_ids: np.ndarray) -> None:
-        """Rows have left the flow: hand them out no more. Those in a reader's hands stay until it is through."""
-        slots = self._rows.present(row_ids)
-        self._rows["hidden"][slots] = True
-        self._recount_rows(slots)
-
-    def forget(self, row_ids: np.ndarray) -> None:
-        """Rows are freed everywhere."""
-        slots = self._rows.present(row_ids)
-        for order in np.unique(self._rows["order"][slots]).tolist():
-            group = self._groups[order]
-            group.slots = group.slots[~np.isin(group.slots, slots)]
-        self._recount_rows(slots)
-        self._rows.remove(slots)
-        self._end_leases()
-
-    def holds(self, row_ids: np.ndarray) -> np.ndarray:
-        """Whether the stage has still to do with each row, bool [B]: it is leased, or free and not hidden."""
-        slots = self._rows.find(row_ids)
-        state, hidden = self._rows["state"][slots], self._rows["hidden"][slots]
-        return (slots >= 0) & ((state == LEASED) | ((state == FREE) & ~hidden))
+    def begin_epoch(self, epoch: int) -> None:
+        """Leases are numbered from here; acknowledgements of earlier epochs' leases do not count."""
+        self._first_lease = self._last_lease = epoch << EPOCH_BITS
 
     # --- readers -----------------------------------------------------------------------------------------------
 
-    def take(self, want: Want, now: float, lease_s: float) -> Rows | None:
+    def take(self, want: Want, now: float, lease_s: float, owner: str = "") -> Rows | None:
         """Lease the next rows, or None: not yet. Raises DockError when a row does not fit under the token cap."""
-        chosen = self._pick(self._pending.values(), self._limit(want.groups), want.exhausted)
-        if not chosen:
+        if want.max_tokens is not None and self.by == "step":
+            raise DockError("a stage by step takes whole steps and no token budget", "leave max_tokens out")
+        if want.ranks:
+            return self._take_part(want, now, lease_s, owner)
+        chosen, units = self._choose(want)
+        if not len(chosen):
             return None
-        pieces = [self._takeable(group) for group in chosen]
-        if want.max_tokens is not None:
-            pieces = fit(pieces, [self._rows["length"][piece] for piece in pieces], want.max_tokens, self.by)
-        slots = np.concatenate(pieces)
-        self._allowed = 0
-        self._last_lease += 1
-        self._rows["state"][slots] = LEASED
-        self._rows["lease"][slots] = self._last_lease
-        row_ids = self._rows["row_id"][slots]
-        self.leases[self._last_lease] = Lease(row_ids, now, now + lease_s)
-        self._recount_rows(slots)
-        group_ids = np.array([self._groups[order].group_id for order in self._rows["order"][slots].tolist()], np.int64)
-        lengths, places = self._rows["length"][slots], self._rows["place"][slots]
-        return Rows(row_ids, group_ids, lengths, places, self.stage, self._last_lease)
+        try:
+            slots = chosen
+            if want.max_tokens is not None:
+                slots = slots[: fit(self._length[slots], units, want.max_tokens)]
+            return self._rows(slots, self._lend(slots, now, lease_s, owner))
+        finally:
+            self._recount(chosen)
 
-    def owned(self, lease: int, row_ids: np.ndarray) -> np.ndarray:
-        """Whether an acknowledgement under `lease` still counts for each row, bool [B].
+    def _take_part(self, want: Want, now: float, lease_s: float, owner: str) -> Rows | None:
+        """The next part of this rank: the first one to ask divides a round, the others find theirs set aside."""
+        waiting = self._parts.setdefault(want.ranks, [deque() for _ in range(want.ranks)])
+        mine = waiting[want.rank]
+        while mine and mine[0] and mine[0] not in self.leases:
+            mine.popleft()  # nobody came for it before its deadline
+        if not mine:
+            chosen, units = self._choose(want)
+            if not len(chosen):
+                return None
+            try:
+                for queue, part in zip(waiting, divide(self._length[chosen], units, want.ranks, want.max_tokens)):
+                    queue.append(self._lend(chosen[part], now, lease_s, owner) if len(part) else 0)
+            finally:
+                self._recount(chosen)
+        lease = mine.popleft()
+        if not lease:
+            return self._rows(NO_ROWS, 0)
+        held = self.leases.pop(lease)  # the lease begins now, at the end of the line
+        self.leases[lease] = Lease(held.slots, held.left, now, now + lease_s, owner)
+        return self._rows(held.slots, lease)
+
+    def _choose(self, want: Want) -> tuple[np.ndarray, np.ndarray]:
+        """Slots that may be leased, in order, and which of them stay together. Their groups are to be recounted."""
+        blocks = self._queue.choose(self._limit(want.groups), want.exhausted)
+        if not len(blocks):
+            return NO_ROWS, NO_ROWS
+        self._allowed = 0
+        members = self._roster.members(blocks)
+        mask = (self._state[members] == FREE) & (self._missing[members] & self._need == 0)
+        slots = members[mask]
+        return slots, np.arange(len(slots)) if self.by == "sample" else np.nonzero(mask)[0]
+
+    def _lend(self, slots: np.ndarray, now: float, lease_s: float, owner: str) -> int:
+        self._last_lease += 1
+        self._state[slots] = LEASED
+        self._lease[slots] = self._last_lease
+        self.leases[self._last_lease] = Lease(slots, len(slots), now, now + lease_s, owner)
+        return self._last_lease
+
+    def _rows(self, slots: np.ndarray, lease: int) -> Rows:
+        roster, blocks = self._roster, slots // self._roster.size
+        lengths = self._length[slots].astype(np.int64)
+        return Rows(roster.row_id[slots], roster.group_id[blocks], lengths, roster.place[blocks], self.stage, lease)
+
+    def owned(self, lease: int, slots: np.ndarray) -> np.ndarray:
+        """Whether an acknowledgement under `lease` still counts for each row (slot -1: gone), bool [B].
 
         It does while the lease lasts, and after its deadline as long as nobody else has taken the row.
         """
-        if not 0 < lease <= self._last_lease:
+        if lease >> EPOCH_BITS < self._first_lease >> EPOCH_BITS and lease > 0:
+            return np.zeros(len(slots), bool)
+        if not self._first_lease < lease <= self._last_lease:
             raise DockError(f"stage {self.stage!r} never gave out the lease {lease}")
-        slots = self._rows.find(row_ids)
-        state = self._rows["state"][slots]
-        return (slots >= 0) & (self._rows["lease"][slots] == lease) & ((state == LEASED) | (state == FREE))
+        return (slots >= 0) & (self._lease[slots] == lease) & (self._state[slots] & STATE != DONE)
 
-    def finish(self, row_ids: np.ndarray, partly: bool = False) -> None:
+    def finish(self, slots: np.ndarray, lease: int, partly: bool = False) -> None:
         """Rows are done here. Call with owned rows only. A stage by group finishes whole groups, unless `partly`."""
-        slots = self._rows.present(row_ids)
+        held = int(np.count_nonzero(self._state[slots] & STATE == LEASED))
         if self.by != "sample" and not partly:
-            lease = set(np.unique(self._rows["lease"][slots]).tolist())
-            for order in np.unique(self._rows["order"][slots]).tolist():
-                rest = np.setdiff1d(self._groups[order].slots, slots)
-                rest = rest[self._rows["state"][rest] == LEASED]
-                if lease.intersection(self._rows["lease"][rest].tolist()):
-                    raise DockError(
-                        f"stage {self.stage!r} finished a part of group {self._groups[order].group_id}",
-                        f"a stage by {self.by} acknowledges whole groups",
-                    )
-        self._rows["state"][slots] = DONE
-        self._recount_rows(slots)
-        self._end_leases()
+            blocks = self._roster.blocks_of(slots)
+            members = self._roster.members(blocks)
+            rest = ((self._state[members] & STATE == LEASED) & (self._lease[members] == lease)).sum(1)
+            rest -= np.bincount(np.searchsorted(blocks, slots // self._roster.size), minlength=len(blocks))
+            if (rest > 0).any():
+                raise DockError(
+                    f"stage {self.stage!r} finished a part of group {self._roster.group_id[blocks[rest > 0][0]]}",
+                    f"a stage by {self.by} acknowledges whole groups",
+                )
+        self._state[slots] |= DONE
+        self.released.append(slots)
+        self._recount(slots)
+        if lease in self.leases:
+            self.leases[lease].left -= held
+            if not self.leases[lease].left:
+                del self.leases[lease]
 
     def expire(self, now: float) -> list[np.ndarray]:
-        """Give the rows of overdue leases back; the ids of each such lease."""
-        overdue = [lease for lease, held in self.leases.items() if held.deadline <= now]
-        given_back = []
-        for lease in overdue:
-            slots = self._rows.present(self.leases.pop(lease).row_ids)
-            slots = slots[(self._rows["lease"][slots] == lease) & (self._rows["state"][slots] == LEASED)]
-            self._rows["state"][slots] = FREE
-            self._recount_rows(slots)
-            given_back.append(self._rows["row_id"][slots])
-        return given_back
+        """Give the rows of overdue leases back; the slots of each such lease."""
+        overdue = []
+        for lease, held in self.leases.items():  # the oldest deadline first
+            if held.deadline > now:
+                break
+            overdue.append(lease)
+        return [self.give_back(lease) for lease in overdue]
+
+    def give_back(self, lease: int) -> np.ndarray:
+        """End a lease: its rows are free again; their slots."""
+        slots = self.leases.pop(lease).slots
+        slots = slots[(self._lease[slots] == lease) & (self._state[slots] & STATE == LEASED)]
+        self._state[slots] = FREE | self._state[slots] & HIDDEN
+        self.released.append(slots)
+        self._recount(slots)
+        return slots
+
+    def wipe(self, slots: np.ndarray) -> None:
+        """See Progress.wipe; what is left of their leases goes on."""
+        leased = slots[self._state[slots] & STATE == LEASED]
+        for lease, count in zip(*(found.tolist() for found in np.unique(self._lease[leased], return_counts=True))):
+            self.leases[lease].left -= count
+            if not self.leases[lease].left:
+                del self.leases[lease]
+        super().wipe(slots)
 
     # --- the flow at rest --------------------------------------------------------------------------------------
 
     def can_take(self, groups: int, exhausted: bool) -> bool:
         """A take of `groups` groups would be answered."""
-        return bool(self._pick(self._pending.values(), self._limit(groups), exhausted))
+        return self._queue.can_choose(self._limit(groups), exhausted)
 
     def allow_short(self) -> bool:
         """The flow is at rest: if all that is pending here is ready, the next take may have just that."""
-        if self._pending and all(group.whole for group in self._pending.values()):
-            self._changed = self._changed or self._allowed != len(self._pending)
-            self._allowed = len(self._pending)
+        if 0 < self._queue.pending == self._queue.whole:
+            self._changed = self._changed or self._allowed != self._queue.pending
+            self._allowed = self._queue.pending
             return True
         return False
 
-    @property
-    def pending(self) -> int:
-        """Groups with a row that the stage has still to take."""
-        return len(self._pending)
-
-    def take_changed(self) -> bool:
-        """Whether anything has changed since this was last asked: a sleeping reader may be served now."""
-        changed, self._changed = self._changed, False
-        return changed
-
     # --- looking in --------------------------------------------------------------------------------------------
 
-    def census(self, now: float) -> Census:
-        """Rows by state, and what is missing."""
-        slots = self._rows.slots
-        state, missing = self._rows["state"][slots], self._rows["missing"][slots]
-        free = (state == FREE) & ~self._rows["hidden"][slots]
-        ids = self._rows["row_id"][slots]
-        return Census(
-            ready=int((free & (missing == 0)).sum()),
-            leased=int((state == LEASED).sum()),
-            done=int((state == DONE).sum()),
-            waiting=int((free & (missing != 0)).sum()),
-            groups=len(self._pending),
-            whole=sum(group.whole for group in self._pending.values()),
-            oldest_s=max((now - held.since for held in self.leases.values()), default=0.0),
-            missing={name: lack for name, bit in self._bits.items() if len(lack := ids[free & (missing & bit != 0)])},
-        )
-
-    def split(self, row_ids: np.ndarray) -> tuple[int, int, int]:
-        """How many of these rows are leased, ready and free, and not yet ready."""
-        slots = self._rows.present(row_ids)
-        state, missing = self._rows["state"][slots], self._rows["missing"][slots]
-        free = state == FREE
-        return int((state == LEASED).sum()), int((free & (missing == 0)).sum()), int((free & (missing != 0)).sum())
+    def census(self, now: float = 0.0) -> Census:
+        """Rows by state, what is missing, and the age of the oldest lease."""
+        oldest = max((now - held.since for held in self.leases.values()), default=0.0)
+        return replace(super().census(), oldest_s=oldest)
 
     def state_dict(self) -> dict[str, Any]:
         """Rows with their bits; leases become free."""
-        slots = self._rows.slots
-        state = self._rows["state"][slots]
-        return {
-            "row_ids": torch.from_numpy(self._rows["row_id"][slots]),
-            "missing": torch.from_numpy(self._rows["missing"][slots]),
-            "length": torch.from_numpy(self._rows["length"][slots]),
-            "hidden": torch.from_numpy(self._rows["hidden"][slots]),
-            "done": torch.from_numpy(state == DONE),
-            "last_lease": self._last_lease,
-        }
+        return {**super().state_dict(), "last_lease": self._last_lease}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Bits of rows that have been admitted before. Acknowledgements of leases of the old process do not count."""
-        slots = self._rows.find(state["row_ids"].numpy())
-        for name in ("missing", "length", "hidden"):
-            self._rows[name][slots] = state[name].numpy()
-        self._rows["state"][slots] = np.where(state["done"].numpy(), DONE, FREE)
+        super().load_state_dict(state)
         self._last_lease = state["last_lease"]
-        self._recount(tuple(self._groups))
-
-    # --- inside ------------------------------------------------------------------------------------------------
 
     def _limit(self, groups: int) -> int:
-        return min(groups, self._allowed, max(1, len(self._pending))) if self._allowed else groups
-
-    def _takeable(self, group: GroupState) -> np.ndarray:
-        slots = group.slots
-        free = (self._rows["state"][slots] == FREE) & ~self._rows["hidden"][slots]
-        return slots[free & (self._rows["missing"][slots] == 0)]
-
-    def _recount_rows(self, slots: np.ndarray) -> None:
-        self._recount(np.unique(self._rows["order"][slots]).tolist())
-
-    def _recount(self, orders: Iterable[int]) -> None:
-        """Open and ready rows of these groups, and whether they are pending."""
-        back = False
-        self._changed = True
-        for order in orders:
-            group = self._groups[order]
-            free = (self._rows["state"][group.slots] == FREE) & ~self._rows["hidden"][group.slots]
-            group.open = int(free.sum())
-            group.ready = int((free & (self._rows["missing"][group.slots] == 0)).sum())
-            if not group.open:
-                self._pending.pop(order, None)
-            elif order not in self._pending:
-                back = back or (bool(self._pending) and order < next(reversed(self._pending)))
-                self._pending[order] = group
-            if not len(group.slots):
-                del self._groups[order]
-        if back:  # a lease came back: its groups stand in the order of admission again
-            self._pending = dict(sorted(self._pending.items()))
-
-    def _end_leases(self) -> None:
-        """Drop leases of which no row is left in the reader's hands."""
-        for lease, held in list(self.leases.items()):
-            slots = self._rows.present(held.row_ids)
-            if not ((self._rows["lease"][slots] == lease) & (self._rows["state"][slots] == LEASED)).any():
-                del self.leases[lease]
+        return min(groups, self._allowed, max(1, self.pending)) if self._allowed else groups

@@ -1,7 +1,7 @@
 """The transfer dock as the loop sees it: admit, take, fetch, put, finish, retire, each wait with a deadline.
 
-The rules are in exchange.py; this file adds time. A call looks under the lock, and if it cannot be answered yet it
-sleeps on a future that the next relevant change resolves: nothing polls, an idle dock uses no CPU.
+The rules are in control.py and exchange.py; this file adds time. A call looks under the lock, and if it cannot be
+answered yet it sleeps on a future that the next relevant change resolves: nothing polls, an idle dock uses no CPU.
 
 Threads: the methods that wait belong to one event loop. Everything else (`stats`, `describe`, `state_dict`, and the
 changes themselves) is guarded by a lock, so a watchdog or a checkpoint thread may look in at any time; a thread that
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from docklands.core.batch import Batch
@@ -23,19 +24,49 @@ from docklands.core.graph import Graph
 from docklands.core.protocols import Outcome, Rows
 from docklands.core.stage import Stage
 from docklands.dock import explain, snapshot
+from docklands.dock.control import ROOM, SLOT
 from docklands.dock.exchange import Exchange
 from docklands.dock.options import DockOptions
 from docklands.dock.waits import Waiter, Waits, running_loop
-from docklands.errors import DockClosed, DockError, DocklandsError, TakeTimeout
-
-SLOT, ROOM = "slot", "room"
+from docklands.errors import DockClosed, DockError, TakeTimeout
 
 
-class Dock:
+class InProcess:
+    """What little a dock without processes does about them."""
+
+    async def open(self) -> None:
+        """Ready as it is."""
+
+    async def leave(self) -> None:
+        """Nothing is left behind."""
+
+    async def counts(self) -> dict[str, float]:
+        """See Dock.stats."""
+        return self.stats()
+
+    async def save(self) -> tuple[dict[str, Any], list[Path]]:
+        """Dock.state_dict; no files. Never suspends."""
+        return self.state_dict(), []
+
+    async def load(self, state: Mapping[str, Any], folder: Path) -> None:
+        """See Dock.load_state_dict."""
+        self.load_state_dict(state)
+
+    def stats(self) -> dict[str, float]:
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Dock(InProcess):
     """Warehouses and controllers of one graph behind one facade.
 
     At rest: in deterministic mode a take holds exactly its number of groups. When dropped groups leave too few for
-    that and nothing else can move, the next take is allowed to be short (exchange.py, `_rest`).
+    that and nothing else can move, the next take is allowed to be short (rest.py).
     """
 
     def __init__(self, graph: Graph, options: DockOptions, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,71 +75,68 @@ class Dock:
         self._clock = clock
         self.options = options
         self._exchange = Exchange(graph, options)
+        self._control = self._exchange.control
         self._waits = Waits()
         self._lock = threading.RLock()
-        self._closed = False
-        self._failure: DocklandsError | None = None
         self._timer: tuple[asyncio.AbstractEventLoop, asyncio.TimerHandle] | None = None
 
     # --- prompts come in ---------------------------------------------------------------------------------------
 
     async def slot(self) -> bool:
         """Wait until a group may be admitted. False: the dock is closing, or no more groups are wanted."""
-
-        def look() -> bool | None:
-            if self._closed or self._exchange.ledger.exhausted:
-                return False
-            return True if self._exchange.has_slot else None
-
-        return await self._until(SLOT, look, "slot", lambda: explain.why_slot(self._exchange, self._clock()))
+        why = partial(explain.why_slot, self._control)
+        return await self._until(SLOT, self._control.look_slot, "slot", lambda: why(self._clock()))
 
     async def admit(self, batch: Batch) -> None:
         """Enter one group of `group_size` rows with the graph's source columns. The same ids again change nothing.
 
         Waits for a slot and for room. Raises DockError and UnknownField for a batch that is not one whole group.
         """
-        if self._closed:
+        if self._control.closed:
             raise DockClosed("the dock is closed: no group is admitted any more")
-        await self._write("admit", lambda: not self._closed and self._exchange.admit(batch))
+        await self._write("admit", lambda: not self._control.closed and self._exchange.admit(batch))
 
     async def end_of_prompts(self) -> None:
         """No further group will be admitted: the last takes may be short, then streams end."""
         with self._lock:
-            self._exchange.ledger.ended = True
+            self._control.end_of_prompts()
             self._settle()
 
     # --- stages work -------------------------------------------------------------------------------------------
 
-    async def take(self, stage: Stage, *, groups: int | None = None, max_tokens: int | None = None) -> Rows:
+    async def take(
+        self,
+        stage: Stage,
+        *,
+        groups: int | None = None,
+        max_tokens: int | None = None,
+        rank: int = 0,
+        ranks: int = 0,
+    ) -> Rows:
         """The stage's next rows, under a lease of `lease_s`.
 
-        groups      groups at once; None: the options' number (by step: prompts_per_step)
-        max_tokens  hard cap on their tokens, by whole rows or groups
+        groups       groups at once; None: the options' number (by step: prompts_per_step)
+        max_tokens   hard cap on their tokens, by whole rows or groups
+        rank, ranks  the part of one of `ranks` data-parallel readers: each round's rows are divided among them,
+                     balanced by tokens (`max_tokens` then caps each part); a part may hold no row
         Raises TakeTimeout after `wait_s`, DockClosed when the dock is closed or nothing is left to take.
         """
-        want = self._exchange.want(self.graph[stage.name], groups, max_tokens)
+        want = self._control.want(stage.name, groups, max_tokens, (rank, ranks))
 
         def look() -> Rows | None:
-            if self._closed:
-                raise DockClosed(f"the dock is closed: nothing is left to take for stage {stage.name!r}")
             self._expire()
-            rows = self._exchange.take(stage, want, self._clock())
-            if rows is None and self._exchange.drained(stage):
-                raise DockClosed(f"nothing is left to take for stage {stage.name!r}: the prompts have ended")
-            return rows
+            return self._control.look_take(stage.name, want, self._clock())
 
-        why = partial(explain.why_take, self._exchange, stage, want)
+        why = partial(explain.why_take, self._control, stage, want)
         rows = await self._until(stage.name, look, f"stage {stage.name!r}", lambda: why(self._clock()))
         self._arm()
         return rows
 
-    async def stream(
-        self, stage: Stage, *, groups: int | None = None, max_tokens: int | None = None
-    ) -> AsyncIterator[Rows]:
-        """Takes, one after another, until the dock is closed or the flow is over."""
+    async def stream(self, stage: Stage, **want: Any) -> AsyncIterator[Rows]:
+        """Takes, one after another, until the dock is closed or the flow is over. `want`: as in `take`."""
         while True:
             try:
-                rows = await self.take(stage, groups=groups, max_tokens=max_tokens)
+                rows = await self.take(stage, **want)
             except DockClosed:
                 return
             yield rows
@@ -137,21 +165,27 @@ class Dock:
         when more groups were lost since the last retirement than the options allow; so do all waits from then on.
         """
         with self._lock:
-            self._exchange.finish(rows, outcome.dropped)
+            self._control.finish(rows, outcome.dropped)
             self._settle()
-            self._raise_failure()
+            self._control.raise_failure()
 
     async def drop(self, rows: Rows, reason: str) -> None:
         """Rows leave the flow, counted under `reason`."""
         with self._lock:
-            self._exchange.drop(rows, reason)
+            self._control.drop(rows, reason)
             self._settle()
-            self._raise_failure()
+            self._control.raise_failure()
+
+    async def give_back(self, rows: Rows) -> None:
+        """A reader cannot go on: the rows of its lease are free for another one at once."""
+        with self._lock:
+            self._control.give_back(rows.stage, rows.lease)
+            self._settle()
 
     async def retire(self, rows: Rows) -> None:
         """Trained rows leave: their bytes are freed everywhere and their groups' slots are open. Never suspends."""
         with self._lock:
-            self._exchange.retire(rows)
+            self._control.retire(rows)
             self._settle()
 
     async def close(self) -> None:
@@ -160,7 +194,7 @@ class Dock:
         Readers at work may still fetch, put and finish, so that a run ends without an error in its last stages.
         """
         with self._lock:
-            self._closed = True
+            self._control.closed = True
             self._waits.wake_all()
             if self._timer is not None:
                 self._timer[1].cancel()
@@ -170,7 +204,7 @@ class Dock:
     def stats(self) -> dict[str, float]:
         """Metrics under their declared names (dock/...)."""
         with self._lock:
-            return explain.statistics(self._exchange, self._clock())
+            return explain.statistics(self._control, self._clock(), self._exchange.stores.nbytes)
 
     def describe(self) -> str:
         """Who waits for what, and where every row is; several lines."""
@@ -178,9 +212,10 @@ class Dock:
             return "dock: busy"
         try:
             now = self._clock()
-            lines = explain.describe(self._exchange, now)
-            for key in (SLOT, ROOM, *self._exchange.flow.stages):
-                lines += [f"  waiting: {key} since {explain.seconds(now - s)}" for s in self._waits.waiting(key)]
+            lines = explain.describe(self._control, now, self._exchange.stores.nbytes)
+            for key in (SLOT, ROOM, *self._control.flow.stages):
+                ages = [explain.seconds(now - since) for since in self._waits.waiting(key)]
+                lines += [f"  waiting: {key.strip('@')} since {age}" for age in ages]
             return "\n".join(lines)
         finally:
             self._lock.release()
@@ -203,7 +238,7 @@ class Dock:
         began = self._clock()
         while True:
             with self._lock:
-                self._raise_failure()
+                self._control.raise_failure()
                 answer = look()
                 if answer is not None:
                     return answer
@@ -228,45 +263,31 @@ class Dock:
             if attempt():
                 self._settle()
                 return True
-            return True if self._closed else None
+            return True if self._control.closed else None
 
         def why() -> str:
-            if what == "admit" and not self._exchange.has_slot:
-                return explain.why_slot(self._exchange, self._clock())
-            return explain.why_room(self._exchange)
+            if what == "admit" and not self._control.has_slot:
+                return explain.why_slot(self._control, self._clock())
+            return explain.why_room([(w.place, w.nbytes, w.capacity) for w in self._exchange.stores.warehouses])
 
         await self._until(ROOM, look, what, why)
 
     def _settle(self) -> None:
         """After every change: free, look for rest, wake whoever may go on, find out whether the run has failed."""
-        self._exchange.settle()
-        if self._failure is None:
-            self._failure = self._exchange.ledger.too_many_dropped()
-        if self._failure is not None:
-            return self._waits.wake_all()
-        for name, controller in self._exchange.transport.controllers.items():
-            if controller.take_changed() or self._exchange.ledger.exhausted:
-                self._waits.wake(name)
-        if self._exchange.has_slot or self._exchange.ledger.exhausted:
-            self._waits.wake(SLOT)
-        if self._exchange.has_slot or self.options.capacity_bytes:
-            self._waits.wake(ROOM)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise type(self._failure)(self._failure.message, self._failure.hint)
+        for key in self._exchange.settle():
+            self._waits.wake(key)
 
     def _expire(self) -> None:
-        if self._exchange.expire(self._clock()):
+        if self._control.expire(self._clock()):
             self._settle()
 
     def _arm(self) -> None:
         """One timer for the lease that is overdue next."""
         loop = asyncio.get_running_loop()
-        if self._closed or (self._timer is not None and self._timer[0] is loop):
+        if self._control.closed or (self._timer is not None and self._timer[0] is loop):
             return
         with self._lock:
-            deadline = self._exchange.next_deadline()
+            deadline = self._control.next_deadline()
         if deadline is not None:
             delay = max(0.0, deadline - self._clock()) + 0.001
             self._timer = (loop, loop.call_later(delay, self._on_timer))

@@ -19,7 +19,8 @@ class Flow:
     """The graph by names.
 
     reads       stage -> columns and verdicts that make a row ready for it
-    readers     column or verdict -> stages that are told of it
+    readers     column or verdict -> stages that read it
+    told        column -> stages whose controllers are told of it: its readers, and the stage that must write it
     writes      stage -> columns it must write for every row it does not drop
     descendants stage -> stages that wait, directly or not, for what it does
     """
@@ -38,6 +39,10 @@ class Flow:
                 self.readers.setdefault(column, []).append(stage)
         self.writer = {column: stage for stage, columns in self.writes.items() for column in columns}
         self.writer.update({verdict(name): name for name in self.filters})
+        self.told = {
+            column: (*self.readers.get(column, ()), *([self.writer[column]] if column in self.writer else []))
+            for column in self.fields
+        }
         self.descendants = {stage: self._descendants(stage) for stage in self.stages}
 
     def stage(self, name: str) -> Stage:
@@ -54,6 +59,10 @@ class Flow:
         near = difflib.get_close_matches(field.name, self.fields, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"columns: {', '.join(self.fields)}"
         raise UnknownField(f"no stage of the graph declares the column {field.name!r}", hint)
+
+    def sees_drops_of(self, stage: str | None) -> tuple[str, ...]:
+        """Stages that hear of a drop by `stage`: those that wait for it. For others it would be a race. None: all."""
+        return tuple(self.stages) if stage is None else (stage, *sorted(self.descendants[stage]))
 
     def _reads(self, stage: Stage) -> tuple[str, ...]:
         names = [earlier.name for earlier in self.graph.upstream_of(stage.name)]

@@ -9,7 +9,6 @@ A row that left is *dead*. It is kept while a stage still has to do with it (its
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 
 from docklands.dock.messages import Admission
 from docklands.dock.options import DockOptions
-from docklands.dock.table import RowTable
+from docklands.dock.table import Roster, larger
 from docklands.errors import CheckpointError, DockError, TooManyDropped
 
 REMEMBERED = 65_536
@@ -27,23 +26,16 @@ REASONS = 64
 """Distinct drop reasons that are counted by name; any further one counts as 'other'."""
 
 
-@dataclass(slots=True)
-class Group:
-    """A group from admission until its last row is removed."""
-
-    group_id: int
-    place: int
-    row_ids: np.ndarray
-    live: int
-    retired: bool = False
-
-
 class Ledger:
-    """Rows and groups of one dock."""
+    """Rows and groups of one dock. Rows are named by their slots in the roster, which the ledger fills and empties.
 
-    def __init__(self, options: DockOptions) -> None:
+    dead   rows that left and are still in the roster
+    fresh  slots of rows that left since the list was last emptied
+    """
+
+    def __init__(self, options: DockOptions, roster: Roster) -> None:
         self.options = options
-        self.groups: dict[int, Group] = {}
+        self.roster = roster
         self.in_flight = 0
         self.admitted = 0
         self.retired = 0
@@ -51,9 +43,11 @@ class Ledger:
         self.dropped: dict[str, int] = {}
         self.dropped_groups = 0
         self.dropped_since_retire: dict[str, int] = {}
-        self.dead: set[int] = set()
-        self._by_id: dict[int, int] = {}
-        self._rows = RowTable(order=np.int64, place=np.int32, alive=bool, contested=bool)
+        self._first_failure = ""
+        self.dead = 0
+        self.fresh: list[np.ndarray] = []
+        self._alive, self._contested = np.zeros(0, bool), np.zeros(0, bool)
+        self._live, self._retired = np.zeros(0, np.int32), np.zeros(0, bool)
         self._late: dict[int, None] = {}
 
     # --- admission ---------------------------------------------------------------------------------------------
@@ -80,77 +74,82 @@ class Ledger:
         """Warehouse of the next group: whole groups, in turn."""
         return self.admitted % self.options.warehouses
 
-    def admit(self, row_ids: np.ndarray, group_id: int) -> Admission:
-        """Enter a group. The caller has checked `has_room` and `known`."""
-        order, place = self.admitted, self.next_place
+    def admit(self, row_ids: np.ndarray, group_id: int, place: int | None = None) -> Admission:
+        """Enter a group. The caller has checked `has_room` and `known`. `place`: None: in turn."""
+        order = self.admitted
+        new = Admission(row_ids, group_id, order, self.next_place if place is None else place)
         self.admitted += 1
-        self._enter(order, Group(group_id, place, row_ids, len(row_ids)))
+        self.enter(new)
         self.in_flight += 1
-        return Admission(row_ids, group_id, order, place)
+        return new
 
     def known(self, row_ids: np.ndarray, group_id: int) -> bool:
         """This very group is here already; some of its rows may have left.
 
         Raises DockError when its rows or its id are here, but not together.
         """
-        order = self._by_id.get(group_id)
-        here = int((self._rows.find(row_ids) >= 0).sum())
-        if order is None and not here:
+        block = self.roster.by_group.get(group_id)
+        here = int((self.roster.find(row_ids) >= 0).sum())
+        if block is None and not here:
             return False
-        if order is not None and set(self.groups[order].row_ids.tolist()) <= set(row_ids.tolist()):
+        if block is not None and np.isin(self.roster.rows_of(block), row_ids).all():
             return True
         what = (
             f"group {group_id} is in flight with other rows"
-            if order is not None
+            if block is not None
             else f"{here} of its rows are in flight"
         )
         raise DockError(f"group {group_id} cannot be admitted: {what}", "row and group ids are unique")
 
-    def _enter(self, order: int, group: Group) -> None:
-        self.groups[order] = group
-        self._by_id[group.group_id] = order
-        slots = self._rows.add(group.row_ids)
-        self._rows["order"][slots] = order
-        self._rows["place"][slots] = group.place
-        self._rows["alive"][slots] = True
+    def enter(self, new: Admission) -> np.ndarray:
+        """Rows of a group into the roster; their slots."""
+        roster = self.roster
+        slots = roster.enter(new.row_ids, new.group_id, new.order, new.place)
+        if len(self._live) < roster.blocks:
+            self._live, self._retired = larger(self._live, roster.blocks), larger(self._retired, roster.blocks)
+            self._alive = larger(self._alive, len(roster.row_id))
+            self._contested = larger(self._contested, len(roster.row_id))
+        block = slots[0] // roster.size
+        self._live[block], self._retired[block] = len(slots), False
+        self._alive[slots], self._contested[slots] = True, False
+        return slots
 
     # --- rows --------------------------------------------------------------------------------------------------
 
-    def here(self, row_ids: np.ndarray) -> np.ndarray:
-        """Whether each row is held, alive or dead, bool [B]."""
-        return self._rows.find(row_ids) >= 0
-
-    def alive(self, row_ids: np.ndarray) -> np.ndarray:
-        """Whether each row is in the flow, bool [B]."""
-        slots = self._rows.find(row_ids)
-        return (slots >= 0) & self._rows["alive"][slots]
+    def alive(self, slots: np.ndarray) -> np.ndarray:
+        """Whether each row (slot -1: not here) is in the flow, bool [B]."""
+        return (slots >= 0) & self._alive[slots]
 
     def places(self, row_ids: np.ndarray) -> np.ndarray:
         """Warehouse of rows that are here, int32 [B]."""
-        return self._rows["place"][self._rows.find(row_ids)]
+        return self.roster.place[self.roster.find(row_ids) // self.roster.size]
 
     def late(self, row_ids: np.ndarray) -> np.ndarray:
         """Whether each row left while a reader might still have been at work on it, bool [B]."""
         return np.array([row in self._late for row in row_ids.tolist()], bool)
 
-    def contest(self, row_ids: np.ndarray) -> None:
+    def contest(self, slots: np.ndarray) -> None:
         """A reader may write to these rows after they have left: its lease has expired, or they leave under it."""
-        self._rows["contested"][self._rows.present(row_ids)] = True
+        self._contested[slots] = True
 
     # --- leaving -----------------------------------------------------------------------------------------------
 
     def drop(self, reasons: Mapping[int, str]) -> int:
         """Rows leave, counted by reason; returns the number of groups that are thereby lost whole."""
         rows = np.fromiter(reasons, np.int64, len(reasons))
-        rows = rows[self.alive(rows)]
-        for row in rows.tolist():
+        slots = self.roster.find(rows)
+        alive = self.alive(slots)
+        for row in rows[alive].tolist():
             self._count(reasons[row])
-        gone = self._leave(rows)
-        lost = [self.groups[order] for order in gone if not self.groups[order].retired]
+        gone = self._leave(slots[alive])
+        lost = gone[~self._retired[gone]]
         self.retired += len(gone) - len(lost)
         self.dropped_groups += len(lost)
-        for group in lost:
-            name = short_reason(next(reasons[row] for row in group.row_ids.tolist() if row in reasons))
+        for block in lost.tolist():
+            reason = next(reasons[row] for row in self.roster.rows_of(block).tolist() if row in reasons)
+            name = short_reason(reason)
+            if name != reason and not self._first_failure:
+                self._first_failure = reason
             self.dropped_since_retire[name] = self.dropped_since_retire.get(name, 0) + 1
         return len(lost)
 
@@ -161,47 +160,44 @@ class Ledger:
         if not limit or lost <= limit:
             return None
         counts = ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items(), key=lambda item: -item[1]))
+        said = f"{lost} groups were dropped since the last step, at most {limit} are allowed: {counts}"
+        if self._first_failure:
+            return TooManyDropped(f"{said}; the first failure: {self._first_failure}", "repair what failed")
         return TooManyDropped(
-            f"{lost} groups were dropped since the last step, at most {limit} are allowed: {counts}",
-            "every sample of a group failed or was filtered; make the task easier, look at the reward, or raise "
+            said,
+            "every sample of a group was filtered; make the task easier, look at the reward, or raise "
             "algorithm.max_dropped_groups",
         )
 
-    def retire(self, row_ids: np.ndarray) -> np.ndarray:
-        """Trained rows leave; the ids of those that were still in the flow."""
-        rows = row_ids[self.alive(row_ids)]
-        for order in np.unique(self._rows["order"][self._rows.find(rows)]).tolist():
-            self.groups[order].retired = True
-        self.retired += len(self._leave(rows))
-        if len(rows):
+    def retire(self, slots: np.ndarray) -> np.ndarray:
+        """Trained rows leave; the slots of those that were still in the flow."""
+        slots = slots[self.alive(slots)]
+        self._retired[slots // self.roster.size] = True
+        self.retired += len(self._leave(slots))
+        if len(slots):
             self.dropped_since_retire.clear()
-        return rows
+            self._first_failure = ""
+        return slots
 
-    def remove(self, row_ids: np.ndarray) -> None:
-        """Dead rows that no stage holds any more are forgotten; contested ones are remembered as late."""
-        slots = self._rows.present(row_ids)
-        contested = self._rows["row_id"][slots[self._rows["contested"][slots]]]
-        self._late.update(dict.fromkeys(contested.tolist()))
+    def remove(self, slots: np.ndarray) -> list[int]:
+        """Dead rows that no stage holds any more are forgotten; contested ones are remembered as late.
+
+        Returns the ids of groups of which nothing is left.
+        """
+        self._late.update(dict.fromkeys(self.roster.row_id[slots[self._contested[slots]]].tolist()))
         while len(self._late) > REMEMBERED:
             del self._late[next(iter(self._late))]
-        for order in np.unique(self._rows["order"][slots]).tolist():
-            group = self.groups[order]
-            group.row_ids = group.row_ids[~np.isin(group.row_ids, row_ids)]
-            if not len(group.row_ids):
-                del self._by_id[self.groups.pop(order).group_id]
-        self._rows.remove(slots)
-        self.dead.difference_update(row_ids.tolist())
+        self.dead -= len(slots)
+        return self.roster.leave(slots)
 
-    def _leave(self, row_ids: np.ndarray) -> list[int]:
-        slots = self._rows.find(row_ids)
-        self._rows["alive"][slots] = False
-        self.dead.update(row_ids.tolist())
-        orders, counts = np.unique(self._rows["order"][slots], return_counts=True)
-        gone = []
-        for order, count in zip(orders.tolist(), counts.tolist()):
-            self.groups[order].live -= count
-            if not self.groups[order].live:
-                gone.append(order)
+    def _leave(self, slots: np.ndarray) -> np.ndarray:
+        """Rows that are alive leave; the blocks of groups that are thereby gone."""
+        self._alive[slots] = False
+        self.dead += len(slots)
+        self.fresh.append(slots)
+        blocks, counts = np.unique(slots // self.roster.size, return_counts=True)
+        self._live[blocks] -= counts.astype(np.int32)
+        gone = blocks[self._live[blocks] == 0]
         self.in_flight -= len(gone)
         return gone
 
@@ -215,14 +211,17 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """Groups in order of admission, their rows, and the counts."""
-        slots = self._rows.slots
+        roster, slots = self.roster, self.roster.used
+        groups = np.array(sorted(roster.by_group.values(), key=lambda block: roster.order[block]), np.int64)
         return {
-            "orders": list(self.groups),
-            "group_ids": [group.group_id for group in self.groups.values()],
-            "row_ids": [torch.from_numpy(group.row_ids.copy()) for group in self.groups.values()],
-            "retired_groups": [group.retired for group in self.groups.values()],
-            "dead": sorted(self.dead),
-            "contested": torch.from_numpy(self._rows["row_id"][slots[self._rows["contested"][slots]]]),
+            "orders": roster.order[groups].tolist(),
+            "group_ids": roster.group_id[groups].tolist(),
+            "places": roster.place[groups].tolist(),
+            "row_ids": torch.from_numpy(roster.row_id[slots]),
+            "sizes": roster.here[roster.members(groups)].sum(1).tolist(),
+            "retired_groups": self._retired[groups].tolist(),
+            "dead": torch.from_numpy(roster.row_id[slots[~self._alive[slots]]]),
+            "contested": torch.from_numpy(roster.row_id[slots[self._contested[slots]]]),
             "late": list(self._late),
             "admitted": self.admitted,
             "retired": self.retired,
@@ -232,21 +231,21 @@ class Ledger:
             "dropped_since_retire": dict(self.dropped_since_retire),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> list[Admission]:
-        """Into an empty ledger; the admissions to tell the controllers, in their old order."""
-        if self.groups or self.admitted:
+    def load_state_dict(self, state: dict[str, Any]) -> list[tuple[Admission, np.ndarray]]:
+        """Into an empty ledger; the admissions to tell the controllers, in their old order, and the rows' slots."""
+        if len(self.roster) or self.admitted:
             raise CheckpointError("a dock can be restored only before anything was admitted")
         fresh = []
-        for order, group_id, ids in zip(state["orders"], state["group_ids"], state["row_ids"]):
-            row_ids = ids.numpy()
-            place = order % self.options.warehouses
-            self._enter(order, Group(group_id, place, row_ids, len(row_ids)))
-            fresh.append(Admission(row_ids, group_id, order, place))
-        self.in_flight = len(self.groups)
-        for order, retired in zip(state["orders"], state["retired_groups"]):
-            self.groups[order].retired = retired
-        self._leave(np.array(state["dead"], np.int64))
-        self.contest(state["contested"].numpy())
+        pieces = np.split(state["row_ids"].numpy(), np.cumsum(state["sizes"], dtype=np.int64))
+        names = ("orders", "group_ids", "places", "retired_groups")
+        for row_ids, order, group_id, place, retired in zip(pieces, *(state[name] for name in names)):
+            new = Admission(row_ids, group_id, order, place % self.options.warehouses)
+            slots = self.enter(new)
+            self._retired[slots[0] // self.roster.size] = retired
+            fresh.append((new, slots))
+        self.in_flight = len(fresh)
+        self._leave(self.roster.find(state["dead"].numpy()))
+        self.contest(self.roster.find(state["contested"].numpy()))
         self._late = dict.fromkeys(state["late"])
         for name in ("admitted", "retired", "ended", "dropped_groups"):
             setattr(self, name, state[name])

@@ -57,11 +57,15 @@ class Want:
     groups      groups at most (exactly, where the composition is fixed)
     max_tokens  hard cap on the tokens of all rows; None: no cap
     exhausted   no further group will be admitted, so what is left is all there is
+    rank        which of the `ranks` data-parallel readers asks: what is chosen is divided among them, balanced by
+                tokens, and `max_tokens` caps each one's part; ranks 0: the reader takes all
     """
 
     groups: int
     max_tokens: int | None = None
     exhausted: bool = False
+    rank: int = 0
+    ranks: int = 0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ class DockOptions:
 
     prompts_per_step   groups that one step trains on
     group_size         rows of a group
-    max_staleness      steps that a row may lag behind: (max_staleness + 1) x prompts_per_step groups are in flight
+    max_staleness      steps that a row may lag behind
+    overtake           takes of the update in which a group may be overtaken by younger ones that are ready before it
+                       (0: first in, first out); (max_staleness - overtake + 1) x prompts_per_step groups are in flight
     warehouses         places for the bytes; a group lies whole in one
     capacity_bytes     bytes that one warehouse holds before its producers wait; 0: unbounded
     lease_s            seconds after which an unacknowledged lease gives its rows back
@@ -35,6 +37,7 @@ class DockOptions:
     deterministic: bool = True
     max_dropped_groups_per_step: int = 0
     total_groups: int = 0
+    overtake: int = 0
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "group_size", "warehouses", "lease_s", "wait_s"):
@@ -46,12 +49,19 @@ class DockOptions:
             "groups_per_take",
             "max_dropped_groups_per_step",
             "total_groups",
+            "overtake",
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"dock: {name} is {getattr(self, name)}", "it must be 0 or more")
+        if self.overtake > self.max_staleness or (self.overtake and self.deterministic):
+            raise ConfigError(
+                f"dock: overtake is {self.overtake} with max_staleness {self.max_staleness}"
+                + (" and deterministic takes" if self.deterministic else ""),
+                "it must be at most max_staleness, and 0 in deterministic mode",
+            )
         if self.groups_per_take > self.window:
             raise ConfigError(
-                f"dock: groups_per_take is {self.groups_per_take}, but only {self.max_staleness + 1} x "
+                f"dock: groups_per_take is {self.groups_per_take}, but only {self.max_staleness - self.overtake + 1} x "
                 f"{self.prompts_per_step} = {self.window} groups are ever in flight",
                 "lower dock.groups_per_take",
             )
@@ -59,7 +69,7 @@ class DockOptions:
     @property
     def window(self) -> int:
         """Groups in flight at most."""
-        return (self.max_staleness + 1) * self.prompts_per_step
+        return (self.max_staleness - self.overtake + 1) * self.prompts_per_step
 
     @property
     def take_groups(self) -> int:

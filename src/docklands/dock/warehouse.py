@@ -10,7 +10,7 @@ Legend: B rows, T tokens of all rows packed end to end.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,19 +25,26 @@ from docklands.dock.table import RowTable
 from docklands.errors import DockError
 
 UNKNOWN_LENGTH = -1
+Home = tuple[int, int, int]
+"""Where a chunk's values lie in shared memory, if they do: (arena, generation, offset in the arena's file)."""
 
 
 @dataclass(slots=True)
 class Chunk:
     """Part of one column as it was put; freed when its last row is.
 
-    sizes  bytes of each of its rows, int64 [rows]
+    sizes    bytes of each of its rows, int64 [rows]
+    rows     those of them that are still here
+    home     of its values in shared memory; None: this process's own memory
+    spilled  it lies on disk and weighs nothing in memory
     """
 
     column: Column
     sizes: np.ndarray
     nbytes: int
     rows: int
+    home: Home | None = None
+    spilled: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,19 +66,28 @@ class Warehouse:
 
     readers   column name -> stages to tell when it is written
     capacity  bytes; 0: unbounded
+    release   called with the home of a chunk that is freed
     """
 
     def __init__(
-        self, place: int, fields: Sequence[Field[Any]], readers: Mapping[str, Sequence[str]], capacity: int = 0
+        self,
+        place: int,
+        fields: Sequence[Field[Any]],
+        readers: Mapping[str, Sequence[str]],
+        capacity: int = 0,
+        release: Callable[[Home], None] | None = None,
     ) -> None:
         self.place = place
         self.capacity = capacity
         self.nbytes = 0
+        self.spilled_bytes = 0
+        self._release = release
         self.ignored = 0
         self._readers = {name: tuple(stages) for name, stages in readers.items()}
         self._fields = {field.name: field for field in fields}
         cells = {f"{name}.{what}": np.int64 for name in self._fields for what in ("chunk", "at")}
-        self._rows = RowTable(length=np.int64, **cells)
+        born = dict.fromkeys(("order", "group_id", "place", "sample"), np.int64)
+        self._rows = RowTable(length=np.int64, **born, **cells)
         self._chunks: dict[int, Chunk] = {}
         self._last_chunk = 0
 
@@ -80,19 +96,26 @@ class Warehouse:
 
     # --- writing -----------------------------------------------------------------------------------------------
 
-    def add(self, row_ids: np.ndarray) -> None:
-        """Make place for new rows, without a column yet."""
+    @property
+    def rows(self) -> RowTable:
+        """Rows with their length and what a warehouse process remembers of their admission."""
+        return self._rows
+
+    def add(self, row_ids: np.ndarray) -> np.ndarray:
+        """Make place for new rows, without a column yet; their numbers, see `find`."""
         slots = self._rows.add(row_ids)
         self._rows["length"][slots] = UNKNOWN_LENGTH
+        return slots
 
-    def plan(self, batch: Batch) -> list[Write]:
+    def plan(self, batch: Batch, slots: np.ndarray | None = None) -> list[Write]:
         """What a put of `batch` would add: cells that are already there are left out (the first write wins).
 
-        Rows that are not here yet are planned as new ones.
+        Rows that are not here yet are planned as new ones. slots: what `find` says of the rows.
 
         Raises DockError when a token column has another length than the row's token columns that are here.
         """
-        slots = self._rows.find(batch.row_ids)
+        if slots is None:
+            slots = self._rows.find(batch.row_ids)
         writes = []
         for field in batch.fields:
             fresh = np.nonzero((slots < 0) | (self._rows[f"{field.name}.chunk"][slots] == 0))[0]
@@ -113,16 +136,28 @@ class Warehouse:
             )
         return not self.capacity or self.nbytes + nbytes <= self.capacity
 
-    def write(self, batch: Batch, writes: Sequence[Write]) -> list[Notice]:
-        """Store what `plan` said, and say which controllers are to be told."""
-        slots = self._rows.find(batch.row_ids)
+    def write(
+        self,
+        batch: Batch,
+        writes: Sequence[Write],
+        homes: Mapping[str, Home] | None = None,
+        slots: np.ndarray | None = None,
+    ) -> list[Notice]:
+        """Store what `plan` said, and say which controllers are to be told.
+
+        homes  column -> where its values lie in shared memory; for columns that are written whole
+        slots  what `find` says of the rows
+        """
+        if slots is None:
+            slots = self._rows.find(batch.row_ids)
         self.ignored += len(batch.fields) * len(batch) - sum(len(write.positions) for write in writes)
         for write in writes:
             at = slots[write.positions]
             if write.field.is_token and isinstance(write.column, Jagged):
                 self._rows["length"][at] = write.column.lengths
             self._last_chunk += 1
-            self._chunks[self._last_chunk] = Chunk(write.column, write.sizes, write.nbytes, len(at))
+            home = (homes or {}).get(write.field.name)
+            self._chunks[self._last_chunk] = Chunk(write.column, write.sizes, write.nbytes, len(at), home)
             self._rows[f"{write.field.name}.chunk"][at] = self._last_chunk
             self._rows[f"{write.field.name}.at"][at] = np.arange(len(at))
             self.nbytes += write.nbytes
@@ -139,9 +174,29 @@ class Warehouse:
                 chunk = self._chunks[number]
                 chunk.rows -= count
                 if not chunk.rows:
-                    self.nbytes -= chunk.nbytes
+                    self._drop(chunk)
                     del self._chunks[number]
         self._rows.remove(slots)
+
+    def spill(self, nbytes: int, move: Callable[[Tensor], tuple[Tensor, Home] | None]) -> None:
+        """Move the oldest chunks out of memory until `nbytes` more fit.
+
+        move  copies values to disk: (a view of them there, their home), or None: no room there either
+        """
+        for chunk in self._chunks.values():
+            if not self.capacity or self.nbytes + nbytes <= self.capacity:
+                return
+            column = chunk.column
+            values = column.values if isinstance(column, Jagged) else column
+            if chunk.spilled or not isinstance(values, Tensor) or not values.numel():
+                continue
+            moved = move(values)
+            if moved is None:
+                return
+            self._drop(chunk)
+            chunk.column = Jagged(moved[0], column.offsets) if isinstance(column, Jagged) else moved[0]
+            chunk.home, chunk.spilled = moved[1], True
+            self.spilled_bytes += chunk.nbytes
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -191,18 +246,45 @@ class Warehouse:
         lengths = np.maximum(self._rows["length"][slots], 0)
         return [Notice(key[0], row_ids[at], tuple(names), lengths[at]) for key, (at, names) in found.items()]
 
+    def _drop(self, chunk: Chunk) -> None:
+        """Its memory is free."""
+        if chunk.spilled:
+            self.spilled_bytes -= chunk.nbytes
+        else:
+            self.nbytes -= chunk.nbytes
+        if chunk.home is not None and self._release is not None:
+            self._release(chunk.home)
+
     def _gather(self, field: Field[Any], slots: np.ndarray) -> tuple[Column, int]:
         """Runs of rows that lie side by side in a chunk are views; more than one run is joined by a copy."""
         if not len(slots):
             return empty(field), 0
-        numbers, at = self._rows[f"{field.name}.chunk"][slots], self._rows[f"{field.name}.at"][slots]
-        breaks = np.nonzero((np.diff(numbers) != 0) | (np.diff(at) != 1))[0] + 1
-        pieces, nbytes = [], 0
-        for start, stop in zip([0, *breaks.tolist()], [*breaks.tolist(), len(slots)]):
-            chunk, first = self._chunks[int(numbers[start])], int(at[start])
-            pieces.append(piece(chunk.column, first, first + stop - start))
-            nbytes += int(chunk.sizes[first : first + stop - start].sum())
+        runs = self.runs(field.name, slots)
+        pieces = [piece(chunk.column, start, stop) for chunk, start, stop in runs]
+        nbytes = sum(int(chunk.sizes[start:stop].sum()) for chunk, start, stop in runs)
         return (pieces[0] if len(pieces) == 1 else join(pieces)), nbytes
+
+    def find(self, row_ids: np.ndarray) -> np.ndarray:
+        """A number for each row, -1 for rows that are not here, int64 [B]; valid until rows are added or freed."""
+        return self._rows.find(row_ids)
+
+    def has(self, name: str, slots: np.ndarray) -> np.ndarray:
+        """Whether each of these rows, by `find`, has the column, bool [B]."""
+        return self._rows[f"{name}.chunk"][slots] != 0
+
+    def runs(self, name: str, slots: np.ndarray) -> list[tuple[Chunk, int, int]]:
+        """Where a column of rows, by `find`, that have it lies, in their order: (chunk, start, stop) in its rows."""
+        if not len(slots):
+            return []
+        numbers, at = self._rows[f"{name}.chunk"][slots], self._rows[f"{name}.at"][slots]
+        joint = (numbers << 32) + at
+        breaks = np.flatnonzero(joint[1:] - joint[:-1] != 1) + 1
+        edges = [0, *breaks.tolist(), len(slots)]
+        chunks, first = numbers.tolist(), at.tolist()
+        return [
+            (self._chunks[chunks[start]], first[start], first[start] + stop - start)
+            for start, stop in zip(edges, edges[1:])
+        ]
 
 
 def settled(column: Column) -> Column:

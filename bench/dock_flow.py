@@ -1,0 +1,151 @@
+#!/usr/bin/env python
+"""The sample flow through warehouses, against TransferQueue, a central Ray actor and a plain copy of the bytes.
+
+512 prompts x 8 samples, prompts of about 256 tokens, lognormal responses of 64 to 2,048: int32 tokens and fp32
+log-probs. A rollout puts chunks of 64 rows; ref and reward read the tokens and write back; the actor reads every column
+in micro-batches of 32; streaming, one chunk after the other. Our warehouses are processes that authenticate their
+clients; rows are indexed by the bench itself (the control plane has a bench of its own).
+
+Each side is a process of its own, with its servers below it; sides take turns, a run of the flow each (A B C A B C).
+Wall time is the side's; CPU time is that of its whole process tree. The first run checks every byte and is left out.
+The last lines are JSON: ratio > 1 means that we are better; `spread` is the middle half of the ratios of single rounds.
+
+    python bench/dock_flow.py --peer-python PATH    an interpreter with transferqueue==0.1.11 and ray
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from dock_flow_parts.flow import Case, arguments_of  # noqa: E402
+from vs_trl_parts.turns import Side  # noqa: E402
+
+PARTS = Path(__file__).with_name("dock_flow_parts")
+START_S, RUN_S = 120.0, 300.0
+PEERS = {
+    "memcpy": ("memory.py", ""),
+    "ray_actor": ("central.py", ""),
+    "transferqueue_1": ("transferqueue.py", "1"),
+    "transferqueue_2": ("transferqueue.py", "2"),
+    "transferqueue_4": ("transferqueue.py", "4"),
+}
+HERE = ("memcpy",)
+"""Peers that run in this interpreter."""
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="64 prompts, two rounds, and the copy as the only peer")
+    parser.add_argument("--rounds", type=int, default=0, help="measured runs of the flow per side (default 5)")
+    parser.add_argument("--warehouses", type=int, default=1)
+    parser.add_argument("--tcp", action="store_true", help="our side without shared memory")
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), help="default: all that can run")
+    parser.add_argument(
+        "--peer-python",
+        default=os.environ.get("DOCKLANDS_QUEUE_PYTHON", ""),
+        help="interpreter with transferqueue and ray (default: DOCKLANDS_QUEUE_PYTHON)",
+    )
+    options = parser.parse_args(arguments)
+    if options.rounds < 0 or options.warehouses < 1:
+        parser.error("--rounds is not negative, --warehouses is at least 1")
+    return options
+
+
+def check_peer(python: str) -> None:
+    """A clear end where the peers cannot be imported."""
+    try:
+        found = subprocess.run([python, "-c", "import ray, transfer_queue"], capture_output=True, timeout=120)
+    except OSError as error:
+        raise SystemExit(f"dock_flow: cannot start {python}: {error.strerror}") from error
+    if found.returncode:
+        raise SystemExit(
+            f"dock_flow: {python} lacks transferqueue or ray\n"
+            "hint: python3 -m venv peer && peer/bin/pip install transferqueue==0.1.11, "
+            "then --peer-python peer/bin/python"
+        )
+
+
+def measure(options: argparse.Namespace, peers: Sequence[str], work: Path) -> dict[str, list[dict[str, float]]]:
+    """Laps of every side, the first left out."""
+    case = Case(prompts=64) if options.quick else Case()
+    rounds = 1 + (options.rounds or (2 if options.quick else 5))
+    ours = f"{options.warehouses}{',tcp' if options.tcp else ''}"
+    commands = {"ours": [sys.executable, str(PARTS / "ours.py"), *arguments_of(case, rounds, ours)]}
+    for name in peers:
+        script, option = PEERS[name]
+        python = sys.executable if name in HERE else options.peer_python
+        commands[name] = [python, str(PARTS / script), *arguments_of(case, rounds, option)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQ_LOGGING_LEVEL": "ERROR"}
+    sides: dict[str, Side] = {}
+    try:
+        for name, command in commands.items():
+            sides[name] = Side(name, command, work / f"{name}.log", environment)
+            sides[name].ready(START_S)
+        for number in range(rounds):
+            for side in sides.values():
+                side.step(RUN_S)
+            took = ", ".join(f"{name} {side.laps[-1]['wall_s']:.3f} s" for name, side in sides.items())
+            print(f"round {number}: {took}", flush=True)
+        for side in sides.values():
+            side.finish(START_S)
+        sizes = sides["ours"].result
+        print(f"{sizes['stored_bytes'] / 1e6:.1f} MB stored, {sizes['moved_bytes'] / 1e6:.1f} MB moved in a round")
+        return {name: side.result["laps"][1:] for name, side in sides.items()}
+    finally:
+        for side in sides.values():
+            side.stop()
+
+
+def results(laps: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """One JSON object per peer and metric."""
+    found = []
+    for name, theirs in laps.items():
+        if name == "ours":
+            continue
+        for metric in ("wall_s", "cpu_s"):
+            a = [max(lap[metric], 0.01) for lap in laps["ours"]]
+            b = [max(lap[metric], 0.01) for lap in theirs]
+            rounds = [y / x for x, y in zip(a, b)]
+            spread = statistics.quantiles(rounds, n=4)[::2] if len(rounds) > 1 else rounds * 2
+            ours, peer = float(f"{statistics.median(a):.4g}"), float(f"{statistics.median(b):.4g}")
+            found.append(
+                {
+                    "bench": f"dock_flow/{name}",
+                    "metric": metric,
+                    "ours": ours,
+                    "peer": peer,
+                    "ratio": float(f"{peer / ours:.4g}"),
+                    "n": len(rounds),
+                    "spread": [float(f"{value:.3g}") for value in spread],
+                }
+            )
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    peers = options.peers if options.peers is not None else list(PEERS)
+    if options.peers is None and (options.quick or not options.peer_python):
+        peers = list(HERE)
+    if set(peers) - set(HERE):
+        check_peer(options.peer_python)
+    with tempfile.TemporaryDirectory(prefix="dock_flow_") as work:
+        lines = results(measure(options, peers, Path(work)))
+    for line in lines:
+        print(json.dumps(line))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""The distributed dock of one run on this machine: its processes start when it is opened, and end when it is left.
+
+While it is open, FOLDER/address.json says where it is, for `docklands dock top`; whoever can read that file can talk to
+the dock, so only its owner can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from docklands.core.graph import Graph
+from docklands.dock.distributed import DistributedDock, DockAddress
+from docklands.dock.launch import Durability, Launcher
+from docklands.dock.options import DockOptions
+from docklands.errors import CheckpointError, ControlLost
+
+ADDRESS = "address.json"
+SNAPSHOT = "dock"
+"""Name of the warehouses' files in a checkpoint: dock.0, dock.1, ..."""
+
+
+class HostedDock(DistributedDock):
+    """Processes and client of a dock. folder: for logs, journals and the address; durability: see launch.py."""
+
+    def __init__(self, graph: Graph, options: DockOptions, folder: Path, durability: Durability = "none") -> None:
+        super().__init__(graph, options, None, "driver")
+        self._folder = folder
+        self._file = folder / ADDRESS
+        self.launcher = Launcher(graph, options, folder, durability)
+
+    async def open(self) -> None:
+        """Start the processes and connect. Raises WorkerLost when one does not start."""
+        for left in self._folder.glob("dock-*/*"):  # of a driver that was killed
+            if left.suffix != ".log":
+                left.unlink(missing_ok=True)
+        self._known = await asyncio.to_thread(self.launcher.start)
+        write_address(self._file, self._known)
+        await super().open()
+
+    async def leave(self) -> None:
+        """Disconnect, and end the processes."""
+        self._file.unlink(missing_ok=True)
+        if hasattr(self, "warehouses"):
+            await super().leave()
+        await asyncio.to_thread(self.launcher.stop)
+
+    async def save(self) -> tuple[dict[str, Any], list[Path]]:
+        """A snapshot in mid-step: the control's state, and a file of each warehouse."""
+        state = await self.snapshot(SNAPSHOT)
+        return state, [self.launcher.folder / f"{SNAPSHOT}.{place}" for place in range(self.places)]
+
+    async def load(self, state: Mapping[str, Any], folder: Path) -> None:
+        """A snapshot whose files lie in `folder`. Raises CheckpointError when it is of another kind of dock."""
+        if "control" not in state:
+            raise CheckpointError(
+                "the checkpoint's dock was in the driver's process", "resume with dock.transport=local"
+            )
+        files = sorted(folder.glob(f"{SNAPSHOT}.*"))
+        if len(files) != self.places:
+            raise CheckpointError(
+                f"the checkpoint's dock has {len(files)} warehouses, this one {self.places}",
+                f"resume with dock.warehouses={len(files)}",
+            )
+        for file in files:
+            await asyncio.to_thread(shutil.copyfile, file, self.launcher.folder / file.name)
+        try:
+            await self.restore(state)
+        finally:
+            for file in files:
+                (self.launcher.folder / file.name).unlink(missing_ok=True)
+
+
+def write_address(path: Path, address: DockAddress) -> None:
+    """For the eyes of the owner only."""
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(fd, "wb") as file:
+        file.write(msgspec.json.encode(address))
+
+
+def read_address(folder: Path) -> DockAddress:
+    """Where the dock of a running job is. Raises ControlLost when there is none."""
+    try:
+        return msgspec.json.decode((folder / ADDRESS).read_bytes(), type=DockAddress)
+    except (OSError, msgspec.MsgspecError):
+        raise ControlLost(
+            f"no dock is running in {folder}",
+            "a run has one while it trains with dock.transport=processes",
+        ) from None

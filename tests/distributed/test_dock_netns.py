@@ -1,0 +1,108 @@
+"""The dock across four nodes: network namespaces with addresses of their own; one is cut off and healed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from docklands.core.graph import Graph
+from docklands.dock.distributed import DistributedDock, DockAddress
+from docklands.dock.launch import Launcher
+from docklands.dock.options import DockOptions
+from tests.dock_parts import FILTERED, GROUP, admit_all, options, run
+from tests.dock_processes import CONTEXT, Forked, Nodes, NoNodes, client, enter, run_stage
+
+pytestmark = pytest.mark.slow
+CONTROL, WORKER = 0, 3
+HEARTBEATS_S = 8.0
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    try:
+        with Nodes(4) as made:
+            yield made
+    except NoNodes as error:
+        pytest.skip(f"no network namespaces here: {error}")
+
+
+def placed(nodes: Nodes) -> Any:
+    """Starts the control on node 0, warehouses on 1 and 2, each listening on its node's address, memory not shared."""
+
+    def spawn(module: str, made: Any, errors: Path) -> Forked:
+        node = CONTROL if module.endswith("control_server") else 1 + made.place
+        if made.endpoint.endswith(":*"):
+            made = msgspec.structs.replace(made, endpoint=f"tcp://{nodes.address(node)}:*")
+        if node != CONTROL:
+            made = msgspec.structs.replace(made, shared_bytes=0)
+        return Forked(module, made, errors, nodes.path(node))
+
+    return spawn
+
+
+def work(graph: Graph, made: DockOptions, address: DockAddress, node: str) -> None:
+    """Every stage but the update, in a process on a node of its own."""
+    enter(node)
+
+    async def pump(dock: DistributedDock, name: str) -> None:
+        async for rows in dock.stream(graph[name]):
+            await run_stage(dock, graph[name], rows, {})
+
+    async def main() -> None:
+        async with DistributedDock(graph, made, address, "worker", 60.0) as dock, asyncio.TaskGroup() as tasks:
+            for stage in graph.upstream_of("update"):
+                tasks.create_task(pump(dock, stage.name))
+
+    asyncio.run(main())
+
+
+async def train(made: Launcher, groups: int, trained: list[int], cut: Any) -> None:
+    """The driver: admits, takes steps, and calls `cut` after the third."""
+    async with client(made, "driver", 60.0) as driver:
+        admitting = asyncio.ensure_future(admit_all(driver, groups))  # type: ignore[arg-type]
+        async for rows in driver.stream(made.graph["update"]):
+            assert await run_stage(driver, made.graph["update"], rows, {})
+            trained += rows.row_ids.tolist()
+            if len(trained) == 3 * len(rows):
+                await cut()
+        await admitting
+        await driver.close()
+
+
+def test_a_flow_across_four_nodes_of_which_one_is_cut_off_and_healed(
+    nodes: Nodes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    healing: list[asyncio.Task[None]] = []
+
+    async def cut() -> None:
+        nodes.cut(2)
+
+        async def heal() -> None:
+            await asyncio.sleep(1.5 * HEARTBEATS_S)
+            nodes.heal(2)
+
+        healing.append(asyncio.ensure_future(heal()))
+
+    made_options = options(2, warehouses=2, max_staleness=1, wait_s=60.0)
+    trained: list[int] = []
+    with caplog.at_level(logging.WARNING), Launcher(FILTERED, made_options, tmp_path, spawn=placed(nodes)) as made:
+        hosts = [p.endpoint.split("//")[1].split(":")[0] for p in (made.address.control, *made.address.warehouses)]
+        assert hosts == [nodes.address(i) for i in range(3)]
+        worker = CONTEXT.Process(
+            target=work, args=(FILTERED, made_options, made.address, nodes.path(WORKER)), daemon=True
+        )
+        worker.start()
+        run(asyncio.wait_for(train(made, 24, trained, cut), 90.0))
+        worker.join(30.0)
+        said = (made.folder / "control.log").read_text()
+    assert worker.exitcode == 0 and made.deaths == [] and healing[0].done()
+    assert Counter(trained) == Counter(range(24 * GROUP))
+    assert "the line to warehouse 1" in said
+    assert all(nodes.carried(i) > 5_000 for i in range(4))
