@@ -1,0 +1,85 @@
+"""One device between two phases: training state leaves, generation weights come, and back.
+
+Legend: none.
+
+    training    weights, gradients, optimizer state on the device
+    -> generation: gradients and optimizer state go down; weights are resharded bucket by bucket, each training tensor
+                   going down as soon as it is not read any more; the gate checks what generators hold
+    generation  generation weights only: the rest of the device is the KV cache's
+    -> training:   generation weights are dropped (their tensors stay, emptied), training state comes back, begun by
+                   `prefetch` while other stages still run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from docklands.obs.spans import span
+from docklands.sync.gate import Gate
+from docklands.sync.memory import Kind, MemoryTiers
+from docklands.sync.reshard import Resharder
+
+STATE: tuple[Kind, ...] = ("gradients", "optimizer")
+
+
+class Handover:
+    """This rank's part; all ranks of the plan call alike.
+
+    resharder  made with `tiers.ledger`, so that the ledger knows all bytes of the device
+    gate       None: do not check
+    """
+
+    def __init__(self, resharder: Resharder, tiers: MemoryTiers, gate: Gate | None = None) -> None:
+        self.resharder, self.tiers, self.gate = resharder, tiers, gate
+        self.version = -1
+        self._generation: dict[str, Tensor] | None = None
+
+    def to_generation(
+        self,
+        version: int,
+        weights: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Publish `version`; returns this device's generation weights by local name, the same tensors each time.
+
+        weights, gradients, optimizer  local tensors that leave the device; weights by local name
+        Raises SyncError, VersionMismatch, GateFailed.
+        """
+        with span("handover/to_generation", version=version):
+            self.tiers.register("gradients", gradients)
+            self.tiers.register("optimizer", optimizer)
+            self.tiers.register("weights", weights)
+            self.tiers.swap_out(*STATE)
+            published = self.gate.publish(weights) if self.gate else {}
+            self._generation = self.resharder.run(weights, self._generation, self._let_go)
+            self.tiers.swap_out("weights")  # what no generator reads, and the allocator's freed blocks
+            self.version = version
+            if self.gate is not None:
+                self.gate.check(version, self.version, self._generation, published)
+        return self._generation
+
+    def _let_go(self, name: str) -> None:
+        self.tiers.swap_out_one("weights", name)
+
+    def prefetch(self) -> None:
+        """Begin to bring training state back: when the last generation of a step ends, before reward and log-probs.
+
+        Nothing may generate any more; generation weights are dropped first.
+        """
+        self._drop()
+        self.tiers.prefetch("weights", "optimizer", "gradients")
+
+    def to_training(self, timeout_s: float = 600.0) -> None:
+        """All training state is on the device again; waits for a prefetch. SyncError."""
+        with span("handover/to_training", version=self.version):
+            self._drop()
+            self.tiers.swap_in("weights", "optimizer", "gradients", timeout_s=timeout_s)
+
+    def _drop(self) -> None:
+        for tensor in (self._generation or {}).values():
+            storage = tensor.untyped_storage()
+            self.tiers.ledger.add("device", "generation", -storage.nbytes())
+            storage.resize_(0)

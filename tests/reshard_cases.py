@@ -1,0 +1,135 @@
+"""What the resharding tests share: small models of every kind, layouts, and a plan run on numpy arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from docklands.errors import LayoutError
+from docklands.models.config import MlaConfig, ModelConfig, MoeConfig
+from docklands.parallel.layout import Layout
+from docklands.sync.boxes import view
+from docklands.sync.plan import Plan
+from docklands.sync.script import Held, Script
+
+BASE = ModelConfig(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=37,
+    hidden_size=20,
+    num_layers=5,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=4,
+    intermediate_size=24,
+)
+MOE = MoeConfig(experts=8, top_k=2, expert_size=8)
+MODELS = {
+    "dense": BASE,
+    "bias_tied": dataclasses.replace(BASE, qkv_bias=True, o_bias=True, tie_embeddings=True),
+    "two_kv_heads": dataclasses.replace(BASE, num_kv_heads=2, qk_norm=True),
+    "one_kv_head": dataclasses.replace(BASE, num_kv_heads=1, qkv_bias=True),
+    "moe": dataclasses.replace(BASE, moe=MOE),
+    "moe_shared_tied": dataclasses.replace(
+        BASE, tie_embeddings=True, moe=dataclasses.replace(MOE, shared_size=8, scoring="sigmoid", first_dense=2)
+    ),
+    "mla": dataclasses.replace(
+        BASE,
+        num_kv_heads=8,
+        head_dim=6,
+        mla=MlaConfig(q_rank=7, kv_rank=9, nope_dim=4, rope_dim=2, v_dim=3),
+        moe=dataclasses.replace(MOE, scoring="sigmoid", groups=2, top_groups=1, shared_size=16, first_dense=1),
+    ),
+}
+
+
+def draw_layout(draw: Any, model: ModelConfig, ranks: int = 16) -> Layout:
+    """Any layout of at most `ranks` ranks that the model divides by."""
+    degree = st.sampled_from([1, 1, 2, 2, 3, 4, 8])
+    while True:
+        tp, pp = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([1, 1, 2, 3, 5]))
+        sizes = {"dp": draw(degree), "fsdp": draw(degree), "cp": draw(st.sampled_from([1, 1, 1, 2]))}
+        vpp = draw(st.sampled_from([1, 2])) if pp == 2 else 1
+        etp = draw(st.sampled_from([1, tp])) if model.moe else 1
+        ep = draw(st.sampled_from([1, 2, 4, 8])) if model.moe else 1
+        try:
+            layout = Layout(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, context="ring", **sizes)
+            layout.check_model(model)
+        except LayoutError:
+            continue
+        if layout.world_size <= ranks:
+            return layout
+
+
+Weights = dict[str, np.ndarray]
+
+
+def whole_weights(plan: Plan, seed: int = 0) -> Weights:
+    """A number of its own for every element of every stored parameter."""
+    rng = np.random.default_rng(seed)
+    total = sum(int(np.prod(spec.shape)) for spec in plan.table.stored())
+    numbers, at, found = rng.permutation(total).astype(np.int32), 0, {}
+    for spec in plan.table.stored():
+        size = int(np.prod(spec.shape))
+        found[spec.name] = numbers[at : at + size].reshape(spec.shape)
+        at += size
+    return found
+
+
+def shard(held: dict[str, Held], whole: Weights) -> Weights:
+    """Local arrays, by stored name."""
+    found = {}
+    for name, part in held.items():
+        found[name] = np.full(part.shape, -1, np.int32)
+        for block in part.blocks:
+            found[name][block.slices(block.box)] = whole[name][tuple(slice(*edge) for edge in block.box)]
+    return found
+
+
+def execute(plan: Plan, sources: list[Weights]) -> tuple[list[Weights], np.ndarray]:
+    """(generators' arrays by device, bytes received by device). Every element is written exactly once, or it fails."""
+    scripts = [Script(plan, device) for device in range(plan.devices)]
+    targets = [{n: np.full(h.shape, -1, np.int32) for n, h in script.target.items()} for script in scripts]
+    writes = [{n: np.zeros(h.shape, np.int8) for n, h in script.target.items()} for script in scripts]
+    received = np.zeros(plan.devices, np.int64)
+    for number in range(plan.steps):
+        wires: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)
+        for device, script in enumerate(scripts):
+            for part in script.steps[number].sent:
+                held = (script.target if part.handed_on else script.source)[part.name]
+                local = (targets if part.handed_on else sources)[device][part.name]
+                wires[device, part.peer].append(view(local, held.blocks, part.box).copy())  # type: ignore[arg-type]
+        for device, script in enumerate(scripts):
+            step = script.steps[number]
+            for part in (*step.received, *step.copied):
+                if part.peer == device:
+                    box = view(sources[device][part.name], script.source[part.name].blocks, part.box)  # type: ignore[arg-type]
+                else:
+                    box = wires[part.peer, device].pop(0)
+                    received[device] += box.size * plan.family_of(part.name).itemsize
+                for kept in part.kept:
+                    blocks = script.target[part.name].blocks
+                    inner = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(kept, part.box))
+                    view(targets[device][part.name], blocks, kept)[...] = box[inner]  # type: ignore[arg-type]
+                    view(writes[device][part.name], blocks, kept)[...] += 1  # type: ignore[arg-type]
+        assert not any(wires.values()), "a message was not read"
+    for device, found in enumerate(writes):
+        for name, times in found.items():
+            assert (times == 1).all(), f"device {device}: {name}: written {times.min()} to {times.max()} times"
+    return targets, received
+
+
+def lower_bound(plan: Plan, whole: Weights) -> np.ndarray:
+    """Bytes that each device must receive: elements that it needs and does not hold, counted one by one."""
+    found = np.zeros(plan.devices, np.int64)
+    for device in range(plan.devices):
+        script = Script(plan, device)
+        here, needed = shard(script.source, whole), shard(script.target, whole)
+        for name, array in needed.items():
+            have = set(here[name].reshape(-1).tolist()) if name in here else set()
+            missing = set(array.reshape(-1).tolist()) - have
+            found[device] += len(missing) * plan.family_of(name).itemsize
+    return found

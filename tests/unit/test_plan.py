@@ -1,0 +1,134 @@
+"""`docklands plan`: what the published clusters need, what fits, and what is refused with the change to make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from tests.reshard_cases import MODELS
+
+from docklands.cli.main import run
+from docklands.config.schema import Config
+from docklands.errors import ConfigError, LayoutError
+from docklands.models.catalog import catalog
+from docklands.parallel.layout import Layout
+from docklands.run.plan import GIB, kv_bytes_per_token, parse_layout, parse_transfer, plan_run
+from docklands.sync.plan import Options
+from docklands.sync.script import Script
+
+
+def config(*overrides: str) -> Config:
+    sections: dict[str, dict[str, Any]] = {"train": {"dtype": "bfloat16"}, "rollout": {"max_batch": 64}}
+    for key, value in (item.split("=") for item in overrides):
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = yaml.safe_load(value)
+    return Config.model_validate(sections)
+
+
+def layout(**degrees: int) -> list[str]:
+    return [f"layout.{name}={value}" for name, value in degrees.items()]
+
+
+def test_memory_of_32b_is_what_the_paper_states() -> None:
+    """TP8 -> TP4 in bf16: 16.4 GB of generation weights a device, and 2 + 4 + 4 + 8 bytes a trained parameter."""
+    found = plan_run(config(*layout(tp=8)), catalog.get("qwen2.5-32b"), Layout(tp=4, dp=2), Options(), 80 * GIB)
+    training, resharding, generation = found.phases
+    assert generation.parts["generation"] == pytest.approx(16.4e9, rel=0.005)
+    local = training.parts["gradients"] / 4
+    assert local == pytest.approx(32.764e9 / 8, rel=0.001)
+    assert (training.parts["weights"], training.parts["optimizer"]) == (local * 6, local * 8)
+    assert found.swapped == local * 18
+    assert resharding.total <= training.parts["weights"] + generation.parts["generation"] + resharding.parts["messages"]
+
+
+@pytest.mark.parametrize("name", ["bias_tied", "moe", "mla"])
+def test_the_resharding_phase_is_the_executors_peak(name: str) -> None:
+    """The same bytes as the script of the fullest device says (weights of the trainer in fp32 here)."""
+    said = config("train.dtype=float32", *layout(tp=2, pp=2))
+    found = plan_run(said, MODELS[name], Layout(tp=4), Options(bucket_bytes=2000), GIB)
+    peaks = [Script(found.reshard, device).peak() for device in range(4)]
+    phase = found.phases[1]
+    mine = peaks[phase.device]
+    assert (phase.parts["weights"], phase.parts["generation"]) == (mine.source, mine.target)
+    assert mine.messages <= phase.parts["messages"] + 2 * 8 * 6  # messages begin at multiples of 8 bytes
+    assert phase.parts["weights"] + phase.parts["generation"] == max(p.source + p.target for p in peaks)
+
+
+def test_kv_cache_per_device() -> None:
+    """Heads are split, but not below one; latent attention keeps one vector on every rank."""
+    qwen, deepseek = catalog.get("qwen2.5-7b"), catalog.get("deepseek-r1-671b")
+    assert kv_bytes_per_token(qwen, Layout()) == qwen.kv_bytes_per_token
+    assert kv_bytes_per_token(qwen, Layout(tp=2)) == qwen.kv_bytes_per_token / 2
+    assert kv_bytes_per_token(deepseek, Layout(tp=4)) == kv_bytes_per_token(deepseek, Layout()) == 61 * 576
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "hint"),
+    [
+        ((), "training needs .* optimizer .* too many", "raise layout.fsdp"),
+        (
+            ("train.tokens_per_microbatch=400000", "layout.fsdp=8"),
+            "training needs .* activations",
+            "tokens_per_microbatch",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_to_change(change: tuple[str, ...], message: str, hint: str) -> None:
+    found = plan_run(config(*change), catalog.get("qwen2.5-7b"), None, Options(), 64 * GIB)
+    with pytest.raises(ConfigError, match=message) as error:
+        found.check()
+    assert hint in error.value.hint
+
+
+def test_a_small_device_holds_fewer_sequences_or_none() -> None:
+    model, said = catalog.get("qwen2.5-7b"), config("layout.fsdp=16", "rollout.max_response_tokens=4000")
+    weights = 15.3e9
+    enough = plan_run(said, model, None, Options(), 80 * GIB)
+    assert (enough.sequences, enough.wanted) == (64, 64)
+    each = kv_bytes_per_token(model, Layout()) * 5024 * 2
+    few = plan_run(said, model, None, Options(), int(weights + 3.5 * each))
+    assert few.sequences == 3 and "3 of 64 sequences" in few.to_text()
+    none = plan_run(said, model, None, Options(), int(weights))
+    assert none.sequences == 1 and none.phases[2].total > none.capacity
+    with pytest.raises(ConfigError, match="needs"):
+        none.check()
+
+
+def test_layouts_on_the_command_line() -> None:
+    assert parse_layout("tp=4, ep=64,etp=4,dp=64") == Layout(tp=4, ep=64, etp=4, dp=64)
+    for wrong in ("tp4", "tp=x", "tp=2,tp=2", "heads=2", "tp=0"):
+        with pytest.raises(ConfigError, match="is not NAME=VALUE|layout: tp is"):
+            parse_layout(wrong)
+    given = parse_transfer("method=broadcast, bucket_mib=3,node=16,apart=1")
+    assert given == Options("broadcast", 3 << 20, node=16, apart=True) and parse_transfer("") == Options()
+    for wrong in ("method=magic", "apart=2", "node=0", "bucket_mib=-1", "speed=3"):
+        with pytest.raises(ConfigError, match="transfer"):
+            parse_transfer(wrong)
+    with pytest.raises(LayoutError, match="has 4 ranks, training one process has 1"):
+        plan_run(config(), MODELS["dense"], Layout(tp=4), Options(), GIB)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("train: {dtype: bfloat16, recompute: true}\nlayout: {tp: 4, pp: 8, ep: 8, fsdp: 8}\n")
+    large = ["--model", "deepseek-r1-671b", "--generation", "tp=4,ep=64,etp=4,dp=64", "--device-gib", "64"]
+    assert run(["plan", str(file), *large]) == 0
+    said = capsys.readouterr().out
+    assert "671.026 B parameters on 256 devices" in said and "KV cache" in said
+    assert [line.split()[0] for line in said.splitlines()[5:8]] == ["training", "resharding", "generation"]
+    assert run(["plan", str(file), *large, "layout.fsdp=1", "layout.dp=8"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: training needs") and "hint: raise layout.fsdp" in error
+    assert run(["plan", str(file), "--model", "gpt-9"]) == 2 and "gpt-9" in capsys.readouterr().err
+    assert run(["plan", str(file), "--transfer", "method=magic", "--model", "qwen3-8b"]) == 2
+    assert run(["plan", str(file)]) == 2 and "model.path" in capsys.readouterr().err
+
+
+def test_everything_is_in_every_phase_once() -> None:
+    """Columns of the table are bytes that the plan counts: weights by device add up to the model (and its copies)."""
+    found = plan_run(config(*layout(fsdp=4)), MODELS["moe"], Layout(tp=4), Options(), GIB)
+    elements = np.sum([counts for _, _, counts in found.reshard.held("source")], axis=0)
+    assert elements.sum() == MODELS["moe"].num_params
