@@ -10,7 +10,9 @@ DocklandsError                     exit code 3 unless a subclass says otherwise
 │   ├── RowGone                    3  a row that was retired, dropped or never admitted
 │   ├── TakeTimeout                3  a wait passed its deadline; says what it waited for
 │   ├── DockClosed                 3  a call on a dock that has been closed
+│   ├── WireError                  3  a message that is malformed, too large or of another version
 │   ├── WarehouseLost              4  a warehouse died and its rows cannot be had back
+│   ├── ControlLost                4  the dock's control process died and did not come back
 │   └── TooManyDropped             3  groups are dropped faster than they are trained
 ├── SyncError                      3  the resharding flow
 │   ├── MissingWeight              3
@@ -21,6 +23,8 @@ DocklandsError                     exit code 3 unless a subclass says otherwise
 │   └── NonFinite                  3  a NaN or infinity; names the tensor
 ├── RolloutError                   3
 ├── EnvError                       3  one episode's failure: dropped, counted, rate-limited
+│   ├── EnvTimeout                 3  it met its deadline
+│   └── TooManyEnvErrors           3  the rate limit
 ├── RewardError                    3  one sample's failure: dropped, counted, rate-limited
 │   └── TooManyRewardErrors        3  the rate limit
 ├── WorkerLost                     4  a worker process died; names role, rank, exit code
@@ -86,8 +90,18 @@ class DockClosed(DockError):
     """A call on a dock that has been closed."""
 
 
+class WireError(DockError):
+    """A message between the dock's processes that is malformed, too large or of another version."""
+
+
 class WarehouseLost(DockError):
     """A warehouse died and its rows cannot be had back."""
+
+    exit_code = 4
+
+
+class ControlLost(DockError):
+    """The dock's control process died and did not come back."""
 
     exit_code = 4
 
@@ -130,6 +144,14 @@ class RolloutError(DocklandsError):
 
 class EnvError(DocklandsError):
     """One episode's failure: dropped, counted, rate-limited."""
+
+
+class EnvTimeout(EnvError):
+    """An environment gave no answer before its deadline."""
+
+
+class TooManyEnvErrors(EnvError):
+    """More environment failures than the configured rate allows."""
 
 
 class RewardError(DocklandsError):

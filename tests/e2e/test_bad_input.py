@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,10 @@ import pytest
 
 from docklands.cli.main import run as cli
 from docklands.config.schema import Config
+from docklands.envs import StepResult
+from docklands.obs.log import log_path
 from docklands.obs.rundir import RunDir
+from docklands.train import checkpoint
 from tests.e2e.runs import ROOT, overrides, run_here
 
 RECIPE = str(ROOT / "configs/mix6_grpo.yaml")
@@ -59,6 +63,8 @@ def test_key_of_another_section(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (("algorithm.kl.target=0.1",), ("kl",)),
         (("run.steps=many",), ("run.steps",)),
         (("train.tokens_per_microbatch=20",), ("tokens_per_microbatch",)),
+        (("rollout.max_response_tokens=500",), ("16", "500", "516", "512 positions")),
+        (("rollout.kv_cache_tokens=32",), ("kv_cache_tokens", "64 tokens")),
     ],
 )
 def test_contradictions(
@@ -94,6 +100,15 @@ def test_wrong_tensor_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 256}))
     said = refused(capsys, tmp_path / "run", f"model.path={model}")
     assert "256" in said and "512" in said
+
+
+def test_vocabulary_smaller_than_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = broken_model(tmp_path)
+    known = json.loads((tokenizer / "char_tokenizer.json").read_text())
+    known["characters"] += [chr(0x4E00 + i) for i in range(40)]
+    (tokenizer / "char_tokenizer.json").write_text(json.dumps(known))
+    said = refused(capsys, tmp_path / "run", f"model.tokenizer={tokenizer}")
+    assert "knows 57 ids" in said and "32" in said
 
 
 def test_row_without_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,3 +190,87 @@ def test_pitfall_29_the_rate_limit_ends_the_run(tmp_path: Path, capsys: pytest.C
     assert code == 3, said
     assert "sandbox down" in said
     assert RunDir(tmp_path / "run").read_metrics() == []
+
+
+class HalfDown:
+    """An environment that is down for the completions that end in an odd digit; `always`: for all."""
+
+    max_turns = 1
+
+    def __init__(self, always: bool = False) -> None:
+        self.always = always
+
+    async def reset(self, row: dict) -> None:
+        pass
+
+    async def step(self, completion: str, finish: str) -> StepResult:
+        if self.always or completion[-1:] in "13579":
+            raise ConnectionError("sandbox unreachable")
+        return StepResult(None, float(len(completion)), True)
+
+
+class Sleeper(HalfDown):
+    """Answers the completions that end in an odd digit after the deadline."""
+
+    async def step(self, completion: str, finish: str) -> StepResult:
+        await asyncio.sleep(30 if completion[-1:] in "13579" else 0)
+        return StepResult(None, float(len(completion)), True)
+
+
+@pytest.mark.parametrize(("kind", "metric"), [("HalfDown", "env/errors"), ("Sleeper", "env/timeouts")])
+def test_pitfall_29_environment_failures_are_counted_and_said(kind: str, metric: str, tmp_path: Path) -> None:
+    env = (f"env.name={__name__}:{kind}", "env.deadline_s=0.2", "reward.functions=[{name: env}]")
+    run = run_here("mix6_grpo.yaml", tmp_path / "run", *env, "run.steps=1")
+    ((_, metrics),) = run.read_metrics()
+    assert metrics[metric] > 0 and metrics["env/errors"] + metrics["env/timeouts"] == metrics[metric]
+    assert metrics[metric] + metrics["reward/scored"] == 16 and metrics["env/turns/max"] == 1
+    log = log_path(run.path, "driver", 0).read_text()
+    assert log.count("its sample is dropped") == 1 and f"environment '{__name__}:{kind}', step: " in log
+
+
+def test_pitfall_29_the_rate_limit_of_environments_names_the_exception(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env = (f"env.name={__name__}:HalfDown", "env.args={always: true}", "reward.functions=[{name: env}]")
+    assert cli(["train", RECIPE, *overrides(tmp_path / "run", *env, "env.error_window=16")]) == 3
+    said = capsys.readouterr().err
+    assert "16 of the last 16 episodes failed" in said and "ConnectionError: sandbox unreachable" in said
+    assert cli(["train", RECIPE, *overrides(tmp_path / "run2", *env, "algorithm.max_dropped_groups=4")]) == 3
+    said = capsys.readouterr().err
+    assert "env_error 8; the first failure: env_error: environment" in said and "sandbox unreachable" in said
+
+
+class Tired(HalfDown):
+    """Plays as many episodes as are left, then fails."""
+
+    left = 0
+
+    async def step(self, completion: str, finish: str) -> StepResult:
+        type(self).left -= 1
+        if type(self).left < 0:
+            raise ConnectionError("out of credit")
+        return StepResult(None, float(len(completion)), True)
+
+
+def test_a_known_error_between_steps_keeps_what_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Tired.left = 32
+    env = (f"env.name={__name__}:Tired", "env.error_window=16", "reward.functions=[{name: env}]", "run.steps=3")
+    assert cli(["train", RECIPE, *overrides(tmp_path / "run", *env)]) == 3
+    assert "out of credit" in capsys.readouterr().err
+    run = RunDir(tmp_path / "run")
+    found = checkpoint.latest(run.checkpoints)
+    assert found is not None and checkpoint.step_of(found) == 2
+    Tired.left = 99
+    assert cli(["train", RECIPE, *overrides(tmp_path / "run", *env), "--resume"]) == 0
+    assert [step for step, _ in run.read_metrics()] == [1, 2, 3]
+
+
+def test_a_reward_from_no_environment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, tmp_path / "run", "reward.functions=[{name: env}]")
+    assert "env.name" in said and "single_turn" in said
+
+
+def test_every_row_is_looked_at_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join([json.dumps({"prompt": f"{i % 1000:03d}="}) for i in range(1200)] + ['{"q": "1"}']))
+    assert "line 1201" in refused(capsys, tmp_path / "run", f"data.source={rows}")

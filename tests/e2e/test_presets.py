@@ -46,3 +46,21 @@ def test_preset_runs_three_steps(recipe: str, more: tuple[str, ...], tmp_path: P
         start = models.load(ROOT / "assets/mix6-warm").state_dict()
     moved = [name for name in start if not torch.equal(start[name], trained[name])]
     assert len(moved) == len(start), sorted(set(start) - set(moved))
+
+
+@pytest.mark.slow
+def test_pitfall_03_the_schedule_ends_with_the_actors_last_update(tmp_path: Path) -> None:
+    """While the critic warms up, the actor makes no update: its horizon is shorter by those steps, the critic's not."""
+    more = (
+        "run.steps=4",
+        "algorithm.critic_warmup_steps=2",
+        "algorithm.samples_per_update=0",
+        "checkpoint.at_end=false",
+    )
+    optim = (
+        "train.optim={lr: 1.0e-4, schedule: linear, warmup_updates: 0}",
+        "critic.optim={lr: 1.0e-4, schedule: linear, warmup_updates: 0}",
+    )
+    rows = run_here("mix6_ppo.yaml", tmp_path / "run", *more, *optim).read_metrics()
+    assert [metrics.get("actor/lr") for _, metrics in rows] == [None, None, 1e-4, pytest.approx(5e-5)]
+    assert [metrics["critic/lr"] for _, metrics in rows] == pytest.approx([1e-4, 7.5e-5, 5e-5, 2.5e-5])

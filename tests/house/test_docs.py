@@ -20,7 +20,20 @@ REFERENCE = ROOT / "docs" / "reference"
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 MARKDOWN = files(".md")
 CONFIG_LINES = 40
-COMMANDS = {"train", "eval", "generate", "graph", "config", "doctor", "export", "import", "report", "trace"}
+COMMANDS = {
+    "train",
+    "eval",
+    "generate",
+    "plan",
+    "graph",
+    "config",
+    "dock",
+    "doctor",
+    "export",
+    "import",
+    "report",
+    "trace",
+}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +106,7 @@ def test_docklands_commands_of_the_pages_exist(words: list[str], monkeypatch: py
     command = words[1]
     assert command in COMMANDS or command.startswith("-")
     options = [word.split("=")[0] for word in words[2:] if word.startswith("--")]
-    names = [words[1], *([words[2]] if command in ("config", "import") and len(words) > 2 else [])]
+    names = [words[1], *([words[2]] if command in ("config", "dock", "import") and len(words) > 2 else [])]
     helped = help_text(names)
     assert [option for option in options if option not in helped] == []
     recipes = [word for word in words[2:] if word.endswith(".yaml") and word != "recipe.yaml"]  # the reader's own

@@ -92,6 +92,7 @@ def test_kl_in_the_reward_of_a_sample() -> None:
         total, count = result.metrics["actor/kl_reward"]
         assert (total, count) == (pytest.approx(1.2, abs=1e-6), 4)
         assert result.metrics["actor/kl_coef"] == (0.1, 1.0)
+        assert result.metrics["critic/rewards/mean"] == (pytest.approx(-0.12), 2.0)
 
 
 def test_kl_in_the_reward_of_tokens() -> None:
@@ -106,6 +107,9 @@ def test_kl_in_the_reward_of_tokens() -> None:
     found = values(result, TOKEN_ADVANTAGES)
     assert found.values[mask_T].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
     assert not found.values[~mask_T].any()
+    earned = (1.0 - 0.1 * 1.0, 0.0 - 0.1 * 0.2)
+    assert result.metrics["critic/rewards/mean"] == (pytest.approx(sum(earned), abs=1e-6), 2.0)
+    assert result.metrics["critic/rewards/max"] == (pytest.approx(earned[0], abs=1e-6), 1.0)
 
 
 def test_ppo_advantages_and_returns() -> None:

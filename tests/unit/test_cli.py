@@ -56,7 +56,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"docklands {__version__}\n"
     assert run(["--help"]) == 0
     names = re.findall(r"^│ ([a-z]+) ", capsys.readouterr().out, flags=re.MULTILINE)
-    assert names == "train eval generate graph doctor export report trace config import".split()
+    assert names == "train eval generate plan graph doctor export report trace config import".split()
     assert run([]) == 2 and "Usage" in capsys.readouterr().out
 
 
@@ -165,7 +165,7 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
         os.close(opened)
-        assert process.returncode == 130 and b"Traceback" not in err
+        assert process.returncode == 130 and err == b"interrupted\n"
 
 
 def wait_until_opened(pipe: Path) -> int:
@@ -180,6 +180,13 @@ def wait_until_opened(pipe: Path) -> int:
             time.sleep(0.2)
             return opened
     raise AssertionError("the process did not open the file")
+
+
+def test_generate_refuses_what_the_model_cannot_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", str(Path(__file__).parents[2] / "assets/mix6-warm"), "--prompt"]
+    refused(capsys, [*words, "123456=", "--max-tokens", "506"], "7 prompt + 506 response tokens", "--max-tokens 505")
+    refused(capsys, [*words, ""], "the prompt is empty", "--prompt")
+    assert run([*words, "123456=", "--max-tokens", "6", "--temperature", "0"]) == 0
 
 
 def test_eval_needs_k_samples(capsys: pytest.CaptureFixture[str], config: Path) -> None:

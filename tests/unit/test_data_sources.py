@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from docklands.config.schema import DataSection, EvalSection
-from docklands.data.rows import normal_row, render_prompt
-from docklands.data.sources import check_prompts, open_file, split_held_out
+from docklands.data.rows import normal_row, prompt_key_text, render_prompt
+from docklands.data.sources import open_file, split_held_out
 from docklands.data.stream import open_source, open_splits
 from docklands.data.tokenizer import CharTokenizer
 from docklands.errors import ConfigError, DataError, DocklandsError
@@ -92,13 +92,19 @@ def test_places_that_are_no_data(tmp_path: Path) -> None:
 
 def test_missing_prompt_names_file_row_and_keys(tmp_path: Path) -> None:
     spec = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}, {"question": "2", "answer": 3}])
+    source = open_source(spec)
     with pytest.raises(DataError) as caught:
-        check_prompts(open_source(spec), "prompt")
+        prompt_key_text(source[1], "prompt", source.where(1))
     message = str(caught.value)
     assert "a.jsonl, line 2" in message and "'prompt'" in message and "question, answer" in message
 
 
-@pytest.mark.parametrize("prompt", [None, 3, [], ["text"], [{"role": "user"}], {"a": 1}])
+def test_a_null_prompt_is_called_null() -> None:
+    with pytest.raises(DataError, match="row 1: the prompt under 'question' is null"):
+        normal_row({"question": None}, "question", "row 1")
+
+
+@pytest.mark.parametrize("prompt", [3, [], ["text"], [{"role": "user"}], {"a": 1}])
 def test_prompts_of_a_wrong_type(prompt: object) -> None:
     with pytest.raises(DataError, match="row 1"):
         normal_row({"prompt": prompt}, "prompt", "row 1")

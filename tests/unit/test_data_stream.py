@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from docklands.config.schema import DataSection
-from docklands.data.sources import ListSource
+from docklands.data.sources import ListSource, Subset
 from docklands.data.stream import PromptStream
 from docklands.data.tokenizer import CharTokenizer
 from docklands.errors import CheckpointError, DataError
@@ -93,6 +93,37 @@ def test_overlong_prompts_error_drop_truncate() -> None:
 def test_nothing_short_enough_ends_instead_of_hanging() -> None:
     with pytest.raises(DataError, match="all 3 prompts exceed 2 tokens"):
         stream(lengths=[5, 6, 7], max_prompt_tokens=2, overlong="drop").take(1)
+
+
+@pytest.mark.parametrize("lengths", [[40, 1], [40, 40, 1, 40, 40]])
+def test_one_short_prompt_an_epoch_is_enough(lengths: list[int]) -> None:
+    """The short row first in one epoch and last in the next: many dropped in between, and still no error."""
+    found = stream(lengths=lengths, max_prompt_tokens=16, overlong="drop").take(50)
+    assert [p.prompt_id // len(lengths) for p in found] == list(range(50))
+    with pytest.raises(DataError, match="all 1 prompts exceed"):
+        stream(lengths=[40], max_prompt_tokens=16, overlong="drop").take(1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({"question": "1"}, "rows, row 1101: no prompt key"),
+        ({"prompt": None}, "rows, row 1101: the prompt under 'prompt' is null"),
+        ({"prompt": "1" * 30}, "rows, row 1101: the prompt has 30 tokens, the limit is 16"),
+        ({"prompt": ""}, "rows, row 1101: the prompt has no tokens"),
+    ],
+)
+def test_a_bad_row_behind_the_first_thousand_is_refused_at_the_start(bad: dict, says: str) -> None:
+    rows = [{"prompt": str(i)} for i in range(1100)] + [bad]
+    for source in (ListSource("rows", rows), Subset(ListSource("rows", rows), range(1101), "train")):
+        with pytest.raises(DataError, match=says):
+            PromptStream(source, TOKENIZER, DataSection(chat=False, max_prompt_tokens=16), 0).check()
+
+
+def test_nothing_short_enough_is_refused_at_the_start() -> None:
+    with pytest.raises(DataError, match="all 3 prompts exceed 2 tokens"):
+        stream(lengths=[5, 6, 7], max_prompt_tokens=2, overlong="drop").check()
+    stream(lengths=[5, 6, 1], max_prompt_tokens=2, overlong="drop").check()
 
 
 def test_by_id_gives_back_a_prompt_in_flight() -> None:

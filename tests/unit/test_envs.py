@@ -16,7 +16,7 @@ from docklands.envs import StepResult, build_env_factory
 from docklands.envs.base import GuardedEnv
 from docklands.envs.calculator import Calculator, answer_to
 from docklands.envs.single_turn import SingleTurn
-from docklands.errors import ConfigError, EnvError
+from docklands.errors import ConfigError, EnvError, EnvTimeout
 
 
 def play(env: Any, row: dict, *turns: tuple[str, str]) -> list[StepResult]:
@@ -214,6 +214,7 @@ class Acting:
             "ids": StepResult([1, 2], 0.0, False),  # type: ignore[arg-type]
             "silent": StepResult(None, 0.0, False),
             "end": StepResult(None, 1.0, True),
+            "rich": StepResult("x", 1e38, False),
         }
         return results.get(completion, StepResult("go on", 0.0, False))
 
@@ -235,6 +236,18 @@ def test_every_failure_is_an_env_error_of_one_line(turn: str, says: str) -> None
     with pytest.raises(EnvError) as caught:
         play(GuardedEnv(Acting(), "acting", 0.1), {}, ("go", "stop"), (turn, "stop"))
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missed_deadline_is_a_timeout_of_the_configs() -> None:
+    make = build_env_factory(EnvSection(name=f"{__name__}:Acting", deadline_s=0.1, error_window=7))
+    assert make is not None and make.failures.window == 7
+    with pytest.raises(EnvTimeout, match=r"no answer within 0.1 s.*env.deadline_s"):
+        play(make(), {}, ("hang", "stop"))
+
+
+def test_an_episode_may_not_earn_more_than_float32_holds() -> None:
+    with pytest.raises(EnvError, match="not a StepResult with a number"):
+        play(GuardedEnv(Acting(), "acting", 5.0), {}, *[("rich", "stop")] * 4)
 
 
 def test_reset_failures_and_steps_out_of_order() -> None:

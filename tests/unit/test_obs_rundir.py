@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from docklands.errors import ConfigError
+from docklands.errors import ConfigError, DocklandsError
 from docklands.obs.files import clean, read_json, read_jsonl, write_atomic, write_json
 from docklands.obs.log import log_path, log_tail
 from docklands.obs.rundir import RunDir
@@ -18,7 +21,9 @@ from docklands.obs.sinks import JsonlSink
 
 def test_create_makes_the_tree_and_refuses_a_used_one(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "runs" / "a")
-    assert sorted(p.name for p in run.path.iterdir()) == ["checkpoints", "log", "samples"]
+    assert sorted(p.name for p in run.path.iterdir()) == [".lock", "checkpoints", "log", "samples"]
+    run.write_config("run: {}\n")
+    run.release()
     with pytest.raises(ConfigError, match="is not empty.*--resume") as caught:
         RunDir.create(run.path)
     assert caught.value.exit_code == 2
@@ -35,7 +40,69 @@ def test_resume_needs_a_run(tmp_path: Path) -> None:
         RunDir.resume(tmp_path)
     run = RunDir.create(tmp_path / "a")
     run.write_config("run: {}\n")
+    run.release()
     assert RunDir.resume(run.path).read_config() == "run: {}\n"
+
+
+def test_two_processes_never_write_one_run(tmp_path: Path) -> None:
+    """A run that is under way is neither started nor resumed by another process; a killed one leaves no lock."""
+    path = tmp_path / "run"
+    hold = (
+        "import sys; from docklands.obs.rundir import RunDir; run = RunDir.create(sys.argv[1]); "
+        "run.write_config('run: {}'); print('ready', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", hold, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        for attempt in (RunDir.create, RunDir.resume):
+            with pytest.raises(ConfigError, match=f"is in use by process {process.pid} ") as caught:
+                attempt(path)
+            assert caught.value.exit_code == 2
+        process.kill()
+    first = RunDir.resume(path)
+    with pytest.raises(ConfigError, match=f"is in use by process {os.getpid()} "):
+        RunDir.resume(path)
+    first.release()
+    RunDir.resume(path).release()
+
+
+def test_a_start_that_came_to_nothing_does_not_block_the_next(tmp_path: Path) -> None:
+    refused = RunDir.create(tmp_path / "a")
+    (refused.log / "driver.0.log").write_text("x")
+    refused.discard()
+    assert not refused.path.exists()
+    killed = RunDir.create(tmp_path / "b")  # before its config was written
+    (killed.log / "driver.0.log").write_text("x")
+    killed.metrics.touch()
+    killed.release()
+    again = RunDir.create(killed.path)
+    again.discard()  # it was there before
+    assert again.path.exists()
+    again.release()
+    (again.path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty"):
+        RunDir.create(again.path)
+    (again.path / "notes.txt").unlink()
+    (again.checkpoints / "step_000002").mkdir()
+    with pytest.raises(ConfigError, match="is not empty"):
+        RunDir.create(again.path)
+
+
+def test_a_disk_that_refuses_is_one_line(tmp_path: Path) -> None:
+    """The directories that the files would lie in are files: every write fails."""
+    (tmp_path / "run").write_text("")
+    run = RunDir(tmp_path / "run")
+    writes: list[Callable[[], None]] = [
+        lambda: run.write_config("run: {}"),
+        lambda: run.write_graph({}),
+        lambda: run.write_plan({}),
+        lambda: run.write_env(),
+        lambda: run.write_samples(1, []),
+        lambda: run.append_eval(1, "s", {}),
+    ]
+    for write in writes:
+        with pytest.raises(DocklandsError, match="cannot be written: (Not a directory|File exists).*free some space"):
+            write()
 
 
 def test_what_is_written_reads_back(tmp_path: Path) -> None:

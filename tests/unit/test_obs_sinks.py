@@ -64,11 +64,11 @@ def test_equal_runs_are_byte_equal_apart_from_times(tmp_path: Path) -> None:
     for run, seconds in (("a", 1.5), ("b", 2.5)):
         sink = JsonlSink(tmp_path / f"{run}.jsonl")
         clocks = {"timing_s/gen": seconds, "perf/throughput": 9 / seconds, "memory/rss_mib": seconds * 7}
-        sink.write(1, {**clocks, "reshard/seconds": seconds, "reshard/bytes": 12.0, "actor/pg_loss": 0.25})
+        sink.write(1, {**clocks, "rollout/decode_tokens": 12.0, "actor/pg_loss": 0.25})
         sink.close()
         lines.append((tmp_path / f"{run}.jsonl").read_text())
     assert lines[0] != lines[1]
-    expected = '{"metrics": {"actor/pg_loss": 0.25, "reshard/bytes": 12.0}, "step": 1}'
+    expected = '{"metrics": {"actor/pg_loss": 0.25, "rollout/decode_tokens": 12.0}, "step": 1}'
     assert strip_times(lines[0]) == strip_times(lines[1]) == expected
 
 

@@ -20,6 +20,7 @@ from docklands.obs.rundir import RunDir
 from docklands.obs.sinks import JsonlSink
 from docklands.run.report import write_report
 from docklands.run.report_charts import graph_layers, nice_ticks, smoothed
+from docklands.run.summary import before_and_after
 
 CONFIG = """run:
   name: quickstart
@@ -214,6 +215,23 @@ def test_crashed_run(tmp_path: Path) -> None:
     assert "6 of 25 steps" in page.text and "log/watchdog.txt" in page.text
     assert "No graph: graph.json is missing." in page.text and "env.json is missing." in page.text
     assert "No pair of evaluations" in page.text and "after step 0" in page.text and "18.0%" in page.text
+
+
+def test_only_evaluations_of_one_kind_are_compared(tmp_path: Path) -> None:
+    """One of four samples at temperature 1 beside greedy ones: neither the report nor the closing lines mix them."""
+    run = RunDir.create(tmp_path / "run")
+    for step, key, score in ((0, "mean@4", 0.201), (0, "mean@1", 0.3), (9, "mean@1", 0.7)):
+        sample = {"prompt_id": 1, "prompt": "p", "completion": f"said at {score}", "reward": score}
+        run.append_eval(step, "s", {f"val-core/s/{key}": score}, [sample])
+    page = check(run).text
+    assert "30.0%" in page and "70.0%" in page and "20.1%" not in page and "said at 0.201" not in page
+    said: list[str] = []
+    before_and_after(run, said.append)
+    assert "0.300 before -> 0.700 after" in said[0]
+    run.append_eval(9, "s", {"val-core/s/mean@2": 0.5})
+    said.clear()
+    before_and_after(run, said.append)
+    assert said == [] and "50.0%" in check(run).text
 
 
 def test_empty_run(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 import torch
 
 from docklands.errors import ConfigError
-from docklands.rewards.base import RewardOutcome, RewardSample
+from docklands.obs.metrics import Metrics
+from docklands.rewards.base import ErrorBudget, RewardOutcome, RewardSample
+from docklands.rewards.sandbox import Sandbox
+from docklands.rewards.scorer import Scorer, WeightedSum, function_reward
 from docklands.rewards.scoring import Target, adapt, load, outcome_of
 
 ROWS = [{"prompt": "p0", "answer": "a", "level": 1}, {"prompt": "p1", "answer": "b"}]
@@ -72,8 +76,6 @@ def test_async_versions_of_both() -> None:
 
 
 def test_async_deadline_costs_only_the_slow_sample() -> None:
-    import asyncio
-
     async def compute_score(data_source, solution_str, ground_truth, extra_info):
         await asyncio.sleep(30 if solution_str == "x" else 0)
         return 1.0
@@ -136,6 +138,51 @@ def test_results_that_are_scores() -> None:
     assert statuses(adapt("r", reward).run(SAMPLES)) == [("ok", 0.5), ("ok", 1.0)]
 
 
+def test_a_score_dict_may_have_any_key() -> None:
+    """'The rest is kept as info': also keys that are names inside."""
+    found = outcome_of({"score": 1.0, "value": 3, "status": "x", "info": {}, "detail": "d"})
+    assert (found.status, found.value) == ("ok", 1.0) and found.info["value"] == 3
+    calls = []
+
+    def reward(completions, **columns):
+        calls.append(len(completions))
+        return [{"score": 1.0, "raised": True, "lost": True} for _ in completions]
+
+    assert statuses(adapt("r", reward).run(SAMPLES)) == [("ok", 1.0)] * 2 and calls == [2]
+
+
+def test_a_function_that_needs_no_ground_truth_needs_none_in_the_row() -> None:
+    def compute_score(solution_str):
+        return float(len(solution_str))
+
+    def with_default(solution_str, ground_truth="123"):
+        return float(solution_str == ground_truth)
+
+    def with_any(solution_str, **more):
+        return float("ground_truth" in more)
+
+    def needs(solution_str, ground_truth):
+        return 1.0
+
+    sample = RewardSample({"prompt": "1="}, "123")
+    for function, score in ((compute_score, 3.0), (with_default, 1.0), (with_any, 0.0)):
+        assert statuses(adapt("r", function).run([sample])) == [("ok", score)]
+    assert statuses(adapt("r", with_any).run([RewardSample({"answer": 0}, "1")])) == [("ok", 1.0)]
+    assert "no answer" in adapt("r", needs).run([sample])[0].detail
+
+
+@pytest.mark.parametrize("value", [1e39, -1e39, 10**40, 10**400, math.inf, math.nan, np.float64(1e300)])
+def test_a_reward_that_float32_cannot_hold_is_an_error(value: float) -> None:
+    """REWARD is float32: 1e39 is finite in Python and infinite in the table."""
+
+    def compute_score(solution_str):
+        return value
+
+    assert outcome_of(value).status == "error"
+    assert statuses(adapt("r", compute_score).run(SAMPLES)) == [("error", None)] * 2
+    assert outcome_of(3.4e38).value == 3.4e38
+
+
 def test_functions_from_files_modules_and_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "own_reward_file.py"
     path.write_text(
@@ -175,3 +222,30 @@ def test_functions_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(ConfigError) as caught:
             load(Target(name, args))
         assert says in str(caught.value) and "\n" not in str(caught.value), name
+
+
+def combined(function: object, weight: float = 1.0) -> tuple[Scorer, list[RewardOutcome]]:
+    """A scorer of one function, and its outcomes for SAMPLES."""
+    scorer = Scorer(WeightedSum([(function_reward(function, name="my/cs"), weight)]), ErrorBudget(0.5, 8), Sandbox())
+    outcomes = asyncio.run(scorer.score_samples(SAMPLES))
+    scorer.close()
+    return scorer, outcomes
+
+
+@pytest.mark.parametrize("key", ["a/b c", "richtig?", "acc", "", "raised"])
+def test_a_true_or_false_remark_of_any_name_has_a_metric(key: str) -> None:
+    def compute_score(solution_str):
+        return {"score": 1.0, key: True}
+
+    scorer, outcomes = combined(compute_score)
+    found = Metrics(scorer.metrics(outcomes)).result()
+    assert found["reward/my_cs/mean"] == 1.0
+    assert found[f"reward/my_cs.{key.replace('/', '_') or '_'}/mean"] == 1.0
+
+
+def test_a_weighted_sum_that_float32_cannot_hold_is_an_error() -> None:
+    def compute_score(solution_str):
+        return 1e38 if solution_str == "a" else 1.0
+
+    _, outcomes = combined(compute_score, 10.0)
+    assert statuses(outcomes) == [("error", None), ("ok", 10.0)] and "no finite float32" in outcomes[0].detail

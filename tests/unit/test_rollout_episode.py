@@ -30,7 +30,7 @@ from docklands.core.fields import (
 )
 from docklands.core.protocols import Generation, Request, Sampling
 from docklands.envs import build_env_factory
-from docklands.errors import ConfigError, EnvError, RolloutError
+from docklands.errors import ConfigError, EnvError, RolloutError, TooManyEnvErrors
 from docklands.rollout import NativeEngine, RolloutWorker, sample_seed
 
 WRITTEN = (TOKEN_IDS, LOSS_MASK, ROLLOUT_LOGPROBS, WEIGHT_VERSIONS, FINISH_REASON, COMPLETION, ENV_REWARD)
@@ -272,6 +272,36 @@ def test_all_environments_failing_leaves_an_empty_batch() -> None:
     made, _ = scripted(([5, 1], FINISH_STOP), env=Echo)
     result = made.rollout(cases.admitted(["1="], 2, [{"prompt": "a", "broken": True}]))
     assert result.batch is not None and len(result.batch) == 0 and len(result.dropped) == 2
+
+
+def test_an_observation_that_cannot_be_encoded_costs_its_sample_and_names_the_environment() -> None:
+    made, _ = scripted(([5, 1], FINISH_STOP), env=lambda: Echo("\N{SNOWMAN}"))
+    result = made.rollout(cases.admitted(["1="], 1))
+    (reason,) = result.dropped.values()
+    assert reason.startswith("env_error: environment 'Echo': character '\N{SNOWMAN}'")
+    assert result.metrics["env/errors"] == (1.0, 1.0) and result.metrics["env/timeouts"] == (0.0, 1.0)
+
+
+def test_a_failing_constructor_and_evaluation_count_as_they_should() -> None:
+    """A failure in __init__ is a sample's; evaluation's failures end no run, training's do."""
+
+    def broken() -> Echo:
+        raise OSError("no licence")
+
+    made, _ = scripted(([5, 1], FINISH_STOP), env=broken)
+    batch = cases.admitted(["1=", "2="], 64)
+    for _ in range(3):
+        assert len(made.rollout(batch, Sampling(4)).dropped) == 128
+    assert len(made.rollout(batch).dropped) == 128
+    with pytest.raises(TooManyEnvErrors, match=r"256 of the last 256 episodes failed.*OSError: no licence"):
+        made.rollout(batch)
+
+
+def test_environments_are_measured() -> None:
+    made, _ = scripted(([5, 1], FINISH_STOP), env=Echo)
+    metrics = made.rollout(cases.admitted(["1=", "2="], 1)).metrics
+    assert metrics["env/turns/mean"] == (6.0, 2.0) and metrics["env/turns/max"] == (3.0, 1.0)
+    assert metrics["env/observation_tokens"] == (2 * 2 * len(cases.tokenizer().encode("go")), 1.0)
 
 
 def test_the_real_calculator_with_a_scripted_model() -> None:

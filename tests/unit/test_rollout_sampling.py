@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from docklands.errors import NonFinite
 from docklands.rollout.sampling import Choice, Sampler, sample_seed, uniforms
 
 
@@ -114,3 +115,20 @@ def test_extreme_uniforms_never_pick_an_impossible_token(uniform: float) -> None
     tokens, logprobs = Sampler()(logits_RV, choice(1, uniform=[uniform]))
     assert tokens[0] == (130 if uniform == 0.0 else 140)
     assert logprobs[0] == pytest.approx(np.log(0.5), abs=1e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 40, 128, 129, 700])
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_an_error(vocabulary: int, how: dict[str, float], bad: float) -> None:
+    """One row of three: an error that names it as such, not an index beyond the vocabulary; the rest may be -inf."""
+    logits_RV = torch.randn(3, vocabulary)
+    logits_RV[0, 0] = -torch.inf
+    Sampler()(logits_RV, choice(3, **how))  # type: ignore[arg-type]
+    for at in (0, vocabulary - 1):
+        broken_RV = logits_RV.clone()
+        broken_RV[1, at] = bad
+        with pytest.raises(NonFinite, match="logits of 1 of 3 sequences"):
+            Sampler()(broken_RV, choice(3, **how))  # type: ignore[arg-type]
+    with pytest.raises(NonFinite):
+        Sampler()(torch.full((3, vocabulary), bad), choice(3, **how))  # type: ignore[arg-type]

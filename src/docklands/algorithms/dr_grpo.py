@@ -17,7 +17,8 @@ class DrGRPO(GroupAlgorithm):
     Dividing by a response's length favours long wrong answers; dividing by the group's std favours questions that are
     nearly always or nearly never answered. So neither:
     advantage  A_i = r_i - mean(r)
-    loss       sum over tokens / (samples x response limit): a constant that no response can move
+    loss       sum over tokens / (samples x response limit): the length of a response does not move it; samples without
+               a trained token are not counted
     """
 
     reads: ClassVar[frozenset[str]] = GroupAlgorithm.reads | CLIP

@@ -205,18 +205,21 @@ class PolicyAlgorithm(Algorithm):
     def sample_rewards(self, batch: Batch) -> tuple[Tensor, SumCount]:
         """Everything that a response earned, as one number: float64 [B]."""
         reward_B = self.shaped_rewards(batch)
-        if not self.kl_in_reward:
-            return reward_B, {}
-        penalty_T, metrics = self.kl_penalty(batch)
-        return reward_B - per_sample_sum(batch.pack(), penalty_T, batch[LOSS_MASK].values), metrics
+        metrics: SumCount = {}
+        if self.kl_in_reward:
+            penalty_T, metrics = self.kl_penalty(batch)
+            reward_B = reward_B - per_sample_sum(batch.pack(), penalty_T, batch[LOSS_MASK].values)
+        return reward_B, {**metrics, **reward_metrics(reward_B)}
 
     def token_rewards(self, batch: Batch) -> tuple[Tensor, SumCount]:
         """The same token by token: the penalty where it arises, the reward on the last trained token, float64 [T]."""
-        reward_T = terminal_rewards(batch.pack(), self.shaped_rewards(batch), batch[LOSS_MASK].values)
+        mask_T, reward_B = batch[LOSS_MASK].values, self.shaped_rewards(batch)
+        reward_T = terminal_rewards(batch.pack(), reward_B, mask_T)
         if not self.kl_in_reward:
-            return reward_T, {}
+            return reward_T, reward_metrics(reward_B)
         penalty_T, metrics = self.kl_penalty(batch)
-        return reward_T - penalty_T, metrics
+        earned_B = reward_B - per_sample_sum(batch.pack(), penalty_T, mask_T)
+        return reward_T - penalty_T, {**metrics, **reward_metrics(earned_B)}
 
     # --- the loss ------------------------------------------------------------------------------------------------
 
@@ -304,6 +307,17 @@ class GroupAlgorithm(PolicyAlgorithm):
             leave_one_out=self.leave_one_out,
         )
         return Result(Batch(batch.row_ids, {ADVANTAGE: advantage_B}), metrics=metrics)
+
+
+def reward_metrics(reward_B: Tensor) -> SumCount:
+    """critic/rewards: what the samples earned, penalties included."""
+    if not len(reward_B):
+        return {}
+    return {
+        "critic/rewards/mean": (float(reward_B.sum()), float(len(reward_B))),
+        "critic/rewards/max": (float(reward_B.max()), 1.0),
+        "critic/rewards/min": (float(reward_B.min()), 1.0),
+    }
 
 
 def required(value_T: Tensor | None, name: str) -> Tensor:

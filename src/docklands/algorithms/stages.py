@@ -12,6 +12,7 @@ advantage    the algorithm itself                  .advantage(batch), .filter_gr
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from docklands.core.batch import Batch
@@ -35,7 +36,7 @@ from docklands.core.fields import (
     WEIGHT_VERSIONS,
     Field,
 )
-from docklands.core.graph import UPDATE
+from docklands.core.graph import UPDATE, Graph
 from docklands.core.stage import By, Learner, Result, Stage
 from docklands.errors import GraphError
 
@@ -120,6 +121,28 @@ def values(gate: Fields) -> Stage:
 
 def advantage(reads: Fields, writes: Fields, by: By) -> Stage:
     return Stage("advantage", "advantage", reads, writes, run_advantage, by)
+
+
+def with_routes(graph: Graph, column: Field[Any], replay: bool = True) -> Graph:
+    """The graph in which rollout writes the router choices and, with `replay`, the actor's forward passes read them:
+    log-probs and update. A graph without rollout stays as it is. Reference and critic have routers of their own, which
+    choose for themselves.
+    """
+    writer = graph.writer_of(TOKEN_IDS)
+    if writer is None or writer.role != "rollout":
+        return graph
+
+    def more(stage: Stage) -> Stage:
+        if stage is writer:
+            return replace(stage, writes=(*stage.writes, column))
+        passes = stage.name == UPDATE or (stage.role == "actor" and {TOKEN_IDS, LOSS_MASK} <= set(stage.reads))
+        return replaced(stage) if passes else stage
+
+    def replaced(reader: Any) -> Any:
+        return replace(reader, reads=(*reader.reads, column)) if replay else reader
+
+    learners = [replaced(learner) if learner.role == "actor" else learner for learner in graph.learners]
+    return Graph(tuple(map(more, graph.stages)), tuple(learners), graph.sources)
 
 
 def update(learners: tuple[Learner, ...]) -> Stage:

@@ -119,7 +119,20 @@ def kernels() -> Iterator[Finding]:
 
     packed = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()
     yield Finding("kernels", f"oneDNN {'with' if packed else 'without'} pre-packed weights in generation", packed)
-    yield Finding("kernels", "attention: SDPA over packed sequences on CPU, varlen on CUDA, fused on NPU")
+    from docklands import device, kernels
+
+    kind = device.choose().type
+    for module, operations in sorted(groupby_value(kernels.used(kind)).items()):
+        what = {"cuda": "torch's fused CUDA", "npu": "torch_npu"}.get(module, f"reference ({module})")
+        yield Finding("kernels", f"{kind}: {', '.join(operations)}: {what}")
+
+
+def groupby_value(found: dict[str, str]) -> dict[str, list[str]]:
+    """value -> its keys, in order."""
+    grouped: dict[str, list[str]] = {}
+    for key, value in found.items():
+        grouped.setdefault(value, []).append(key)
+    return grouped
 
 
 def packages() -> Iterator[Finding]:

@@ -43,10 +43,19 @@ def complete(path: Path, prompt: str, options: tuple[int, float, int, int]) -> l
     from docklands.config.schema import RolloutSection
     from docklands.core.protocols import Request, Sampling
     from docklands.data.tokenizer import load_tokenizer
+    from docklands.errors import ConfigError
     from docklands.rollout import NativeEngine, sample_seed
 
     tokenizer = load_tokenizer(path)
     tokens = tuple(prompt_tokens(tokenizer, prompt))
+    limit = models.read_config(path).max_positions
+    if not tokens:
+        raise ConfigError("the prompt is empty", '--prompt "The capital of France is"')
+    if len(tokens) + max_tokens > limit:
+        raise ConfigError(
+            f"{len(tokens)} prompt + {max_tokens} response tokens exceed the model's {limit} positions",
+            f"--max-tokens {max(1, limit - len(tokens))}",
+        )
     where = str(device.choose())
     model = models.load(path, dtype=torch.bfloat16 if device.choose().is_accelerator else torch.float32, device=where)
     section = RolloutSection(max_response_tokens=max_tokens, samples_per_prompt=n)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import typer
 
 from docklands import __version__
-from docklands.cli import config, doctor, evaluate, generate, inspect, models, train
+from docklands.cli import config, dock, doctor, evaluate, generate, inspect, models, plan, train
 from docklands.errors import DocklandsError
 
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
@@ -33,8 +33,10 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
+app.command("plan")(plan.plan)
 app.command("graph")(inspect.graph)
 app.add_typer(config.app, name="config")
+app.add_typer(dock.app, name="dock")
 app.command("doctor")(doctor.doctor)
 app.command("export")(models.export)
 app.add_typer(models.importer, name="import")
@@ -68,6 +70,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
             args=list(arguments) if arguments is not None else None, standalone_mode=False, prog_name="docklands"
         )
         sys.stdout.flush()
+        if result == INTERRUPTED:  # typer's answer to Ctrl-C, or a run's
+            return report_error(KeyboardInterrupt())
         return result if isinstance(result, int) else 0
     except (BrokenPipeError, SystemExit) as error:
         # typer answers a closed pipe (`docklands config show X | head`) with exit code 1 and a muted stdout.

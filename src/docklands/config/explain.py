@@ -62,7 +62,7 @@ def unknown_key(path: PathKey, source: str) -> ConfigError:
             f"in a file, keys are nested: {': { '.join(parts)}: ...{' }' * (len(parts) - 1)}",
         )
     near = nearest(path)
-    hint = "did you mean " + " or ".join(near) + "?" if near else "`docklands config show` lists every key"
+    hint = "did you mean " + " or ".join(near) + "?" if near else keys_of(path[:-1])
     return ConfigError(f"unknown key {name} ({source})", hint)
 
 
@@ -83,7 +83,17 @@ def nearest(path: PathKey) -> list[str]:
     if names:
         found = rank([key for name in names for key in known if key.split(".")[-1] == name], words)
         return found[: 1 if len(words) > 1 else 3]
+    if path[:-1] and section_of(path[:-1]) is not None:
+        return []  # better said by what the section has
     return near_names(".".join(words), set(known))[:1]
+
+
+def keys_of(path: PathKey) -> str:
+    """A hint that lists what the section at `path` has."""
+    section = section_of(path) if path else None
+    if section is None:
+        return "`docklands config show` lists every key"
+    return f"{'.'.join(map(str, path))} has {', '.join(section.model_fields)}"
 
 
 def near_names(word: str, known: set[str]) -> list[str]:
@@ -95,9 +105,11 @@ def near_names(word: str, known: set[str]) -> list[str]:
 
 
 def nearness(word: str, name: str) -> float:
-    """0..1: how alike two names are; a name that has all words of the other counts as near."""
+    """0..1: how alike two names are; a name that begins as the other, or has all its words, counts as near."""
     parts = set(word.split("_"))
     ratio = difflib.SequenceMatcher(None, name, word).ratio()
+    if len(word) > 2 and name.startswith(word):
+        return max(ratio, 0.85)
     return max(ratio, 0.85) if len(parts) > 1 and parts <= set(name.split("_")) else ratio
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from docklands.config import yaml_io
-from docklands.config.explain import explain, unknown_key
+from docklands.config.explain import explain, shown, unknown_key
 from docklands.config.schema import Config, Section
 from docklands.config.tree import MISSING, item_section, lookup, section_of
 from docklands.errors import ConfigError
@@ -52,14 +52,22 @@ class Draft:
         return " + ".join(dict.fromkeys([own, *below] if own else below)) or DEFAULT
 
     def put(self, path: PathKey, value: Any) -> None:
-        """Set the value at `path`, making the sections above it; forget older origins below it."""
+        """Set the value at `path`, making the sections above it; forget older origins below it.
+
+        ConfigError when something above it was given as a plain value.
+        """
         target: Any = self.data
-        for key in path[:-1]:
-            if isinstance(target, dict):
-                target = target.setdefault(key, {})
+        for depth, key in enumerate(path):
+            if not isinstance(target, dict) and not (isinstance(target, list) and isinstance(key, int)):
+                name = yaml_io.dotted(path[:depth])
+                place = self.origin(path[:depth])
+                raise ConfigError(f"{name}: got {shown(target)}, expected a section (a mapping of keys) ({place})")
+            if depth < len(path) - 1:
+                target = target.setdefault(key, {}) if isinstance(target, dict) else target[int(key)]
+            elif isinstance(target, dict):
+                target[key] = value
             else:
-                target = target[key]
-        target[path[-1]] = value
+                target[int(key)] = value
         for known in [p for p in self.origins if p[: len(path)] == path]:
             del self.origins[known]
 
@@ -179,8 +187,8 @@ def apply_override(draft: Draft, text: str) -> None:
     known = lookup(path, draft.data)
     if known is MISSING:
         raise unknown_key(path, COMMAND_LINE)
-    if section_of(path) is not None and isinstance(value, dict):
-        merge(draft, value, path, lambda _: COMMAND_LINE)
+    if section_of(path) is not None and (value is None or isinstance(value, dict)):
+        merge(draft, value or {}, path, lambda _: COMMAND_LINE)
         return
     check_items(path, value, lambda _: COMMAND_LINE)
     draft.put(path, value)

@@ -8,11 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Recompute = Annotated[
+    Literal["none", "selective", "full"],
+    BeforeValidator(lambda value: {True: "full", False: "none"}[value] if isinstance(value, bool) else value),
+]
 
 
 class Section(BaseModel):
@@ -82,6 +86,9 @@ class RolloutSection(Section):
     stop: list[str] = Field(default_factory=list, description="extra stop strings that are single tokens")
     engine: Literal["native"] = Field(default="native", description="generation engine")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: train.dtype")
+    record_routes: bool | None = Field(
+        default=None, description="keep which experts each token went to; null: when the trainer replays them"
+    )
     max_batch: Positive = Field(default=256, description="sequences decoded at once (continuous batching refills)")
     kv_block_tokens: Positive = Field(default=32, description="tokens per KV-cache page")
     kv_cache_tokens: NonNegative = Field(default=0, description="KV-cache capacity in tokens; 0: sized for max_batch")
@@ -94,6 +101,11 @@ class EnvSection(Section):
     name: str = Field(default="single_turn", description="single_turn, calculator, or module:attr")
     args: dict[str, Any] = Field(default_factory=dict, description="arguments of the environment")
     max_turns: Positive = Field(default=1, description="model turns per episode at most")
+    deadline_s: float = Field(default=60.0, gt=0, description="deadline of one reset or step, in seconds")
+    max_error_fraction: Fraction = Field(
+        default=0.5, description="run fails when more than this share of a window of episodes fails"
+    )
+    error_window: Positive = Field(default=256, description="episodes in that window")
 
 
 class RewardItem(Section):
@@ -188,6 +200,16 @@ class OptimSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after warm-up")
     warmup_updates: NonNegative = Field(default=0, description="optimizer updates of linear warm-up")
     min_lr_fraction: Fraction = Field(default=0.0, description="final lr / peak lr")
+    offload: bool = Field(default=False, description="Adam's moments wait on the host between steps (CPU: in a file)")
+
+
+class RouterSection(Section):
+    """How experts are kept in use; both are off by default."""
+
+    aux_loss_coef: float = Field(default=0.0, ge=0, description="factor of the load-balancing loss (0.001 is usual)")
+    bias_update_rate: float = Field(
+        default=0.0, ge=0, description="step of the balancing bias after each update; sigmoid routers only"
+    )
 
 
 class TrainSection(Section):
@@ -196,9 +218,36 @@ class TrainSection(Section):
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="compute dtype; masters stay float32")
     tokens_per_microbatch: Positive = Field(default=8192, description="hard token budget of one forward/backward")
     share_prefix: bool = Field(default=True, description="compute the common prompt of a group once")
-    recompute: bool = Field(default=False, description="recompute activations in the backward pass")
+    recompute: Recompute = Field(
+        default="none", description="in backward; selective: norms and activations; full: each block from its input"
+    )
+    activation_offload: bool = Field(
+        default=False, description="what blocks keep for backward waits on the host (CPU: in a file)"
+    )
     logprob_chunk_tokens: Positive = Field(default=1024, description="tokens whose logits exist at once")
+    replay_routes: bool = Field(
+        default=True, description="models with experts: the trainer uses the experts that the generator chose"
+    )
+    router: RouterSection = Field(default_factory=RouterSection, description="balance of experts")
     optim: OptimSection = Field(default_factory=OptimSection, description="optimizer")
+
+
+class LayoutSection(Section):
+    """How training is spread over processes: one for each rank; their number is the product of all but vpp, ep, etp."""
+
+    dp: Positive = Field(default=1, description="replicas that see other rows")
+    fsdp: Positive = Field(default=1, description="replicas that also share parameters and optimizer state (ZeRO-3)")
+    tp: Positive = Field(default=1, description="ranks that split heads, feed-forward columns and vocabulary")
+    sp: bool = Field(default=True, description="sequence parallel: tensor ranks hold other tokens between products")
+    pp: Positive = Field(default=1, description="pipeline stages")
+    vpp: Positive = Field(default=1, description="model chunks per stage, interleaved")
+    cp: Positive = Field(default=1, description="ranks that split the tokens of a row")
+    schedule: Literal["1f1b", "zero_bubble"] = Field(
+        default="1f1b", description="of a pipeline; zero_bubble: weight gradients fill its gaps (not with fsdp)"
+    )
+    context: Literal["ulysses", "ring"] = Field(default="ulysses", description="how cp attends: heads or keys travel")
+    ep: Positive = Field(default=1, description="ranks that hold different experts, out of a stage's")
+    etp: Positive = Field(default=1, description="ranks that split one expert: 1 or tp")
 
 
 class CriticSection(Section):
@@ -218,10 +267,20 @@ class DockSection(Section):
     """Sample flow."""
 
     max_staleness: NonNegative = Field(default=0, description="versions a sample may lag behind; 0: synchronous")
+    transport: Literal["local", "processes"] = Field(
+        default="local", description="local: in the driver's process; processes: warehouses and control of their own"
+    )
+    durability: Literal["none", "wal", "replica"] = Field(
+        default="none", description="when a warehouse process dies: make its rows anew, replay its log, or use its copy"
+    )
     warehouses: Positive = Field(default=1, description="warehouses that hold the bytes")
     capacity_mib: NonNegative = Field(default=0, description="capacity of one warehouse in MiB; 0: unbounded")
     groups_per_take: NonNegative = Field(default=0, description="groups handed to a stage at once; 0: a whole step's")
     deterministic: bool = Field(default=True, description="hand rows out in admission order, not completion order")
+    overtake: NonNegative = Field(
+        default=0,
+        description="updates in which younger whole groups may pass an unfinished one; 0: first in, first out",
+    )
     lease_s: float = Field(
         default=600.0, gt=0, description="seconds after which an unacknowledged lease returns its rows"
     )
@@ -280,6 +339,7 @@ class Config(Section):
     reward: RewardSection = Field(default_factory=RewardSection, description="scoring")
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection, description="algorithm")
     train: TrainSection = Field(default_factory=TrainSection, description="train engine")
+    layout: LayoutSection = Field(default_factory=LayoutSection, description="processes of training")
     critic: CriticSection = Field(default_factory=CriticSection, description="value model")
     reference: ReferenceSection = Field(default_factory=ReferenceSection, description="reference policy")
     dock: DockSection = Field(default_factory=DockSection, description="sample flow")
@@ -307,6 +367,8 @@ class Config(Section):
     @model_validator(mode="after")
     def check_arithmetic(self) -> Config:
         """Sizes that do not divide are refused here, with the sum shown (pitfall 32)."""
+        if Path(self.run.name).is_absolute() or ".." in Path(self.run.name).parts:
+            raise ValueError(f"run.name: {self.run.name} leads out of run.dir")
         n, u = self.samples_per_step, self.samples_per_update
         if n % u:
             p, g = self.rollout.prompts_per_step, self.rollout.samples_per_prompt
@@ -319,6 +381,8 @@ class Config(Section):
             raise ValueError("rollout.temperature: 0 (greedy) gives a group of equal samples; use eval.temperature")
         if self.rollout.top_k or self.rollout.top_p != 1:
             raise ValueError("rollout.top_k/top_p: truncated sampling is for evaluation; the trainer does not truncate")
+        if self.env.name == "single_turn" and any(item.name == "env" for item in self.reward.functions):
+            raise ValueError("reward.functions: env is what the environment paid; env.name: single_turn pays nothing")
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         if longest > self.train.tokens_per_microbatch:
             raise ValueError(

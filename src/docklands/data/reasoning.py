@@ -23,6 +23,8 @@ class ReasoningGymSource:
     A row carries what the verifier needs to rebuild the item: {"reasoning_gym": {name, seed, size, config, index}}.
     """
 
+    in_memory = False
+
     def __init__(self, task: str, size: int = 1000, seed: int = 0, config: Mapping[str, Any] | None = None) -> None:
         self.name = f"reasoning_gym:{task}"
         self._recipe = {"name": task, "seed": int(seed), "size": int(size), "config": dict(config or {})}

@@ -21,7 +21,9 @@ def prompt_key_text(row: Mapping[str, Any], key: str, where: str) -> str | list[
 
     Raises DataError naming file, row number and the keys present when it is missing or of another type.
     """
-    if key not in row or row[key] is None:
+    if key in row and row[key] is None:
+        raise DataError(f"{where}: the prompt under {key!r} is null", "give the row a prompt, or leave it out")
+    if key not in row:
         present = ", ".join(map(str, row)) or "none"
         raise DataError(f"{where}: no prompt key {key!r}", f"keys present: {present}; set data.prompt_key")
     prompt = row[key]

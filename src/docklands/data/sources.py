@@ -22,9 +22,15 @@ READ_HINT = (
 
 
 class Source(Protocol):
-    """An indexable, finite list of rows. `where(i)` names row i for error messages."""
+    """An indexable, finite list of rows. `where(i)` names row i for error messages.
+
+    in_memory  every row can be looked at in little time
+    """
 
     name: str
+
+    @property
+    def in_memory(self) -> bool: ...
 
     def __len__(self) -> int: ...
 
@@ -35,6 +41,8 @@ class Source(Protocol):
 
 class ListSource:
     """Rows held in memory; `numbers` are the line or row numbers shown in messages (1-based)."""
+
+    in_memory = True
 
     def __init__(self, name: str, rows: Sequence[Row], unit: str = "row", numbers: Sequence[int] | None = None) -> None:
         if not rows:
@@ -56,6 +64,8 @@ class ListSource:
 
 class DatasetSource:
     """A `datasets` table on disk, read row by row."""
+
+    in_memory = False
 
     def __init__(self, name: str, table: Any) -> None:
         if not len(table):
@@ -80,6 +90,7 @@ class Subset:
         if not len(indices):
             raise DataError(f"{source.name}: the {label} part is empty")
         self.name = f"{source.name}[{label}]"
+        self.in_memory = source.in_memory
         self._source = source
         self._indices = np.asarray(indices, dtype=np.int64)
 
@@ -177,12 +188,6 @@ def _object(value: Any, where: str) -> Row:
     if not isinstance(value, dict):
         raise DataError(f"{where}: expected a JSON object, found {type(value).__name__}")
     return value
-
-
-def check_prompts(source: Source, prompt_key: str) -> None:
-    """DataError for the first row without a usable prompt. Reads every row; for sources in memory."""
-    for index in range(len(source)):
-        prompt_key_text(source[index], prompt_key, source.where(index))
 
 
 def split_held_out(source: Source, count: int, seed: int, prompt_key: str = "prompt") -> tuple[Source, Source]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,8 +73,8 @@ class PromptStream:
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts, across epochs; fewer (at last none) when the epochs are over.
 
-        Raises DataError for a row without a prompt, for one too long under `overlong: error`, and when a whole
-        epoch has nothing short enough.
+        Raises DataError for a row without a prompt, for one too long under `overlong: error`, and when no row is
+        short enough.
         """
         found: list[Prompt] = []
         while len(found) < count and self.rows_left != 0:
@@ -86,12 +87,15 @@ class PromptStream:
                 continue
             self.dropped += 1
             self._barren += 1
-            if self._barren >= self.size:
-                raise DataError(
-                    f"{self.source.name}: all {self.size} prompts exceed {self.config.max_prompt_tokens} tokens",
-                    "raise data.max_prompt_tokens or set data.overlong: truncate_left",
-                )
+            if self._barren >= 2 * self.size - 1:  # the only short row may be an epoch's first, and the next one's last
+                raise self._nothing_fits()
         return found
+
+    def _nothing_fits(self) -> DataError:
+        return DataError(
+            f"{self.source.name}: all {self.size} prompts exceed {self.config.max_prompt_tokens} tokens",
+            "raise data.max_prompt_tokens or set data.overlong: truncate_left",
+        )
 
     def by_id(self, prompt_id: int) -> Prompt:
         """The prompt of an id that this stream has given out, e.g. one that was in flight when a run stopped."""
@@ -105,11 +109,28 @@ class PromptStream:
         return prompt
 
     def check(self, most: int = 1000) -> None:
-        """Render the first `most` rows of the source, so that bad input is refused at the start. Keeps no state."""
+        """Refuse bad input at the start. Keeps no state.
+
+        Every row of a source in memory is looked at. Rendered are the first `most` rows and, of those in memory, the
+        `most` with the longest prompts and the shortest: all would take minutes for a large file. Raises DataError.
+        """
+        order = list(range(min(most, self.size)))
+        if self.source.in_memory:
+            sizes = [self._prompt_size(index) for index in range(self.size)]
+            rest = range(len(order), self.size)
+            order += sorted(
+                {*heapq.nlargest(most, rest, sizes.__getitem__), *heapq.nsmallest(1, rest, sizes.__getitem__)}
+            )
         truncated = self.truncated
-        for index in range(min(most, self.size)):
-            self._render(index)
+        rendered = [self._render(index) is not None for index in order]
         self.truncated = truncated
+        if len(order) == self.size and not any(rendered):
+            raise self._nothing_fits()
+
+    def _prompt_size(self, index: int) -> int:
+        """Characters of a row's prompt, as a measure; DataError for a row that cannot be used."""
+        prompt = normal_row(self.source[index], self.config.prompt_key, self.source.where(index))["prompt"]
+        return len(prompt) if isinstance(prompt, str) else sum(len(str(m["content"])) for m in prompt)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what must be the same for it to mean anything."""

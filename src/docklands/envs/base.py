@@ -6,12 +6,11 @@ An observation is tokenised once, appended, and masked from the loss; what the m
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from docklands.errors import EnvError
+from docklands.errors import EnvError, EnvTimeout
 from docklands.registry import Registry
 
 
@@ -43,6 +42,9 @@ class Env(Protocol):
     async def step(self, completion: str, finish: str) -> StepResult: ...
 
 
+MOST_PAID = 3.4e38
+"""What an episode may earn: rewards are float32 in the table."""
+
 ENVS: Registry[Any] = Registry("environment", ("docklands.envs.single_turn", "docklands.envs.calculator"))
 
 
@@ -54,9 +56,10 @@ class GuardedEnv:
 
     def __init__(self, env: Env, name: str, deadline_s: float) -> None:
         self._env = env
-        self._name = name
+        self.name = name
         self._deadline_s = deadline_s
         self._turns = 0
+        self._paid = 0.0
         self._done = True
 
     @property
@@ -66,15 +69,16 @@ class GuardedEnv:
     async def reset(self, row: Mapping[str, Any]) -> None:
         """Start an episode on a copy of the row."""
         await self._call(self._env.reset(dict(row)), "reset")
-        self._turns, self._done = 0, False
+        self._turns, self._paid, self._done = 0, 0.0, False
 
     async def step(self, completion: str, finish: str) -> StepResult:
         """One turn; the last allowed one is always done. EnvError after the end, or for a malformed result."""
         if self._done:
-            raise EnvError(f"environment {self._name!r}: step after the end of the episode, or before reset")
+            raise EnvError(f"environment {self.name!r}: step after the end of the episode, or before reset")
         result = await self._call(self._env.step(completion, finish), "step")
         self._check(result)
         self._turns += 1
+        self._paid += result.reward
         last = self._turns >= self.max_turns
         self._done = result.done or last
         if last and not result.done:
@@ -88,20 +92,18 @@ class GuardedEnv:
             raise
         except TimeoutError as error:
             said = str(error) or f"no answer within {self._deadline_s:g} s"
-            raise EnvError(f"environment {self._name!r}, {verb}: {said}") from error
+            raise EnvTimeout(f"environment {self.name!r}, {verb}: {said}", "raise env.deadline_s") from error
         except EnvError:
             raise
         except Exception as error:
             message = " ".join(str(error).split())[:300]
-            raise EnvError(f"environment {self._name!r}, {verb}: {type(error).__name__}: {message}") from error
+            raise EnvError(f"environment {self.name!r}, {verb}: {type(error).__name__}: {message}") from error
 
     def _check(self, result: Any) -> None:
         said = getattr(result, "observation", None)
         reward = getattr(result, "reward", None)
         good = isinstance(result, StepResult) and (said is None or isinstance(said, str))
-        if not good or isinstance(reward, str) or reward is None or not math.isfinite(reward):
-            raise EnvError(
-                f"environment {self._name!r}, step: returned {result!r:.200}, not a StepResult with a number"
-            )
+        if not good or isinstance(reward, str) or reward is None or not abs(self._paid + reward) <= MOST_PAID:
+            raise EnvError(f"environment {self.name!r}, step: returned {result!r:.200}, not a StepResult with a number")
         if said is None and not result.done:
-            raise EnvError(f"environment {self._name!r}, step: neither an observation nor the end of the episode")
+            raise EnvError(f"environment {self.name!r}, step: neither an observation nor the end of the episode")

@@ -7,11 +7,26 @@ from collections.abc import Callable
 from typing import Any
 
 from docklands.config.schema import EnvSection
+from docklands.core.failures import FailureWindow
 from docklands.envs.base import ENVS, GuardedEnv
 from docklands.errors import ConfigError
 
 
-def build_env_factory(section: EnvSection, deadline_s: float = 60.0) -> Callable[[], GuardedEnv] | None:
+class EnvFactory:
+    """Makes a fresh environment for each episode.
+
+    failures  how many episodes may fail before the run ends
+    """
+
+    def __init__(self, section: EnvSection, make: Callable[[], Any]) -> None:
+        self._section, self._make = section, make
+        self.failures = FailureWindow(section.max_error_fraction, section.error_window)
+
+    def __call__(self) -> GuardedEnv:
+        return GuardedEnv(self._make(), self._section.name, self._section.deadline_s)
+
+
+def build_env_factory(section: EnvSection) -> EnvFactory | None:
     """A maker of fresh environments, one per episode; None for `single_turn`, which needs none.
 
     Made once here, so that a wrong name or argument is a ConfigError at the start.
@@ -34,10 +49,6 @@ def build_env_factory(section: EnvSection, deadline_s: float = 60.0) -> Callable
     if "max_turns" in parameters:
         arguments.setdefault("max_turns", section.max_turns)
 
-    def make() -> GuardedEnv:
-        env: Any = kind(**arguments)
-        return GuardedEnv(env, section.name, deadline_s)
-
     try:
         probe: Any = kind(**arguments)
     except (TypeError, ValueError) as error:
@@ -51,4 +62,4 @@ def build_env_factory(section: EnvSection, deadline_s: float = 60.0) -> Callable
             raise ConfigError(
                 f"environment {section.name!r} has no `async def {method}`", "see docklands.envs.base.Env"
             )
-    return make
+    return EnvFactory(section, lambda: kind(**arguments))

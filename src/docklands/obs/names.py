@@ -26,6 +26,18 @@ def learner(name: str) -> list[Metric]:
         Metric(f"{name}/microbatches", "micro-batches", "sum", "forward/backward passes"),
         Metric(f"{name}/tokens", "tokens", "sum", "tokens under the loss mask"),
         Metric(f"{name}/packed_tokens", "tokens", "sum", "tokens that went through the model after prefix sharing"),
+        Metric(f"{name}/recompute_saved_mib", "MiB", "max", "activations that selective recomputation did not keep"),
+        Metric(f"{name}/activations_offloaded_mib", "MiB", "max", "activations in the lower tier, peak of an update"),
+        Metric(f"{name}/optimizer_offloaded_mib", "MiB", "last", "optimizer state in the lower tier after an update"),
+        Metric(f"{name}/router_load_max", "1", "mean", "most used expert / mean expert, by tokens; mean over layers"),
+        Metric(f"{name}/router_idle", "fraction", "mean", "experts that no token of the update went to"),
+        Metric(f"{name}/router_replayed", "fraction", "mean", "tokens that went to the experts the generator chose"),
+        Metric(
+            f"{name}/router_aux_loss",
+            "1",
+            "mean",
+            "load-balancing loss before its coefficient; k when all are used alike",
+        ),
     ]
 
 
@@ -35,7 +47,12 @@ ACTOR = [
     Metric("actor/kl_loss", "nats", "mean", "KL(pi || pi_ref) as estimated in the loss, before its coefficient"),
     Metric("actor/kl_reward", "nats", "mean", "KL to the reference subtracted from rewards, per token"),
     Metric("actor/kl_coef", "1", "last", "KL coefficient (moves under an adaptive controller)"),
-    Metric("actor/entropy", "nats", "mean", "entropy of the policy per trained token"),
+    Metric(
+        "actor/entropy",
+        "nats",
+        "mean",
+        "entropy of the policy per trained token; without entropy_coef estimated by -log p of the sampled",
+    ),
     Metric("actor/pg_clipfrac", "fraction", "mean", "trained tokens (or sequences) whose ratio was clipped"),
     Metric("actor/pg_clipfrac_lower", "fraction", "mean", "trained tokens that met the dual clip"),
     Metric("actor/ppo_kl", "nats", "mean", "KL(pi_old || pi) per trained token, estimator k1"),
@@ -46,7 +63,7 @@ ACTOR = [
 CRITIC = [
     *learner("critic"),
     *spread("critic/score", "1", "task reward of a sample, before any penalty"),
-    *spread("critic/rewards", "1", "reward of a sample as trained on"),
+    *spread("critic/rewards", "1", "what a sample earned as trained on: after overlong penalty and KL in the reward"),
     *spread("critic/advantages", "1", "advantage per trained token"),
     *spread("critic/returns", "1", "value target per trained token"),
     *spread("critic/values", "1", "critic's value per trained token"),
@@ -59,7 +76,6 @@ SAMPLES = [
     *spread("response_length", "tokens", "response tokens of a sample, over all turns"),
     Metric("response_length/clip_ratio", "fraction", "mean", "samples that ended at the length limit"),
     *spread("prompt_length", "tokens", "prompt tokens of a sample"),
-    Metric("prompt_length/clip_ratio", "fraction", "mean", "prompts that were cut at the length limit"),
     Metric("completions/clipped_ratio", "fraction", "mean", "samples that ended at the length limit (finish reason)"),
     Metric("completions/aborted_ratio", "fraction", "mean", "samples that were aborted"),
     Metric("completions/empty_ratio", "fraction", "mean", "samples without a single response token"),
@@ -78,15 +94,13 @@ SAMPLES = [
     Metric("env/timeouts", "samples", "sum", "episodes dropped because the environment met its deadline"),
     *spread("env/turns", "turns", "model turns of an episode"),
     Metric("env/observation_tokens", "tokens", "sum", "observation tokens (never trained)"),
-    Metric("dropped/{reason}", "samples", "sum", "samples that left the flow, by reason"),
     Metric("dynamic_sampling/groups", "groups", "sum", "groups that the filter saw"),
     Metric("dynamic_sampling/kept", "groups", "sum", "groups that went on to training"),
     Metric("dynamic_sampling/all_0", "groups", "sum", "groups dropped: every reward is 0"),
     Metric("dynamic_sampling/all_1", "groups", "sum", "groups dropped: every reward is 1"),
     Metric("dynamic_sampling/equal", "groups", "sum", "groups dropped: equal rewards that are neither 0 nor 1"),
-    Metric("dynamic_sampling/shortfall", "groups", "sum", "groups missing from the step when retries ended"),
-    Metric("data/overlong_dropped", "prompts", "sum", "prompts dropped because they are too long"),
-    Metric("data/overlong_truncated", "prompts", "sum", "prompts cut because they are too long"),
+    Metric("data/overlong_dropped", "prompts", "last", "prompts dropped for their length, since the start"),
+    Metric("data/overlong_truncated", "prompts", "last", "prompts cut for their length, since the start"),
 ]
 
 CORRECTION = [
@@ -96,7 +110,6 @@ CORRECTION = [
     *spread("rollout_corr/weight", "1", "importance weight as applied, after truncation or masking"),
     Metric("rollout_corr/truncated_fraction", "fraction", "mean", "tokens (or sequences) whose ratio was truncated"),
     Metric("rollout_corr/masked_fraction", "fraction", "mean", "tokens (or sequences) masked for their ratio"),
-    Metric("rollout_corr/ess", "fraction", "mean", "effective sample size of the weights / number of samples"),
 ]
 
 TRAINING = [
@@ -117,7 +130,6 @@ ROLLOUT = [
     Metric("rollout/decode_steps", "steps", "sum", "batched decode steps"),
     Metric("rollout/batch_size", "sequences", "mean", "sequences per decode step"),
     Metric("rollout/preemptions", "sequences", "sum", "sequences evicted and recomputed for want of cache pages"),
-    Metric("rollout/redispatched", "samples", "sum", "samples generated again after a lost lease"),
     Metric("rollout/aborted", "samples", "sum", "samples aborted"),
     Metric("rollout/kv_blocks_peak", "pages", "max", "KV-cache pages in use, peak"),
 ]
@@ -125,8 +137,10 @@ ROLLOUT = [
 EVALUATION = [
     Metric("val-core/{source}/mean@{n}", "1", "mean", "held-out score, mean over n samples of a prompt"),
     Metric("val-core/{source}/best@{n}", "1", "mean", "held-out score, best of n samples"),
-    Metric("val-core/{source}/maj@{n}", "1", "mean", "held-out score of the most common answer of n samples"),
-    Metric("val-core/{source}/pass@{n}", "fraction", "mean", "held-out prompts solved within n samples (unbiased)"),
+    Metric("val-core/{source}/maj@{n}", "1", "mean", "held-out score of the most common text of n samples"),
+    Metric(
+        "val-core/{source}/pass@{n}", "fraction", "mean", "prompts solved (reward >= 1) within n samples (unbiased)"
+    ),
     Metric("val-core/{source}/mean@{n}_low", "1", "last", "mean@n, lower end of its 95 % bootstrap interval"),
     Metric("val-core/{source}/mean@{n}_high", "1", "last", "mean@n, upper end of its 95 % bootstrap interval"),
     Metric("val-core/{source}/pass@{n}_low", "fraction", "last", "pass@n, lower end of its 95 % bootstrap interval"),
@@ -157,13 +171,6 @@ DOCK = [
     Metric("dock/{stage}/fetches", "messages", "last", "fetches of the stage, since the start"),
 ]
 
-RESHARD = [
-    Metric("reshard/seconds", "s", "sum", "weight publication", volatile=True),
-    Metric("reshard/bytes", "B", "sum", "bytes of weights handed to generators"),
-    Metric("reshard/peak_bytes", "B", "max", "memory in use during publication, peak"),
-    Metric("reshard/freed_bytes", "B", "sum", "memory freed by moving training weights away"),
-]
-
 MACHINE = [
     Metric("timing_s/gen", "s", "sum", "generation"),
     Metric("timing_s/reward", "s", "sum", "scoring"),
@@ -179,10 +186,9 @@ MACHINE = [
     Metric("timing_s/step", "s", "sum", "the whole step, wall clock"),
     Metric("timing_s/{stage}", "s", "sum", "any other stage, by its name"),
     Metric("timing_s/{stage}/wait", "s", "sum", "the stage's wait for its device"),
-    Metric("perf/throughput", "tokens/s/device", "mean", "(mean prompt + mean response) x samples / devices / step s"),
+    Metric("perf/throughput", "tokens/s", "mean", "prompt and response tokens of the step / step seconds"),
     Metric("perf/total_num_tokens", "tokens", "sum", "prompt and response tokens of the step"),
     Metric("perf/time_per_step", "s", "mean", "wall clock per step"),
-    Metric("perf/mfu", "fraction", "mean", "model FLOPs / what the devices could do"),
     Metric("perf/gen_tokens_per_s", "tokens/s", "mean", "sampled tokens / generation seconds"),
     Metric("perf/update_tokens_per_s", "tokens/s", "mean", "packed tokens / update seconds"),
     Metric("perf/samples_per_s", "samples/s", "mean", "samples trained / step seconds"),
@@ -190,8 +196,6 @@ MACHINE = [
     Metric("memory/rss_mib", "MiB", "last", "resident memory of the process"),
     Metric("memory/peak_rss_mib", "MiB", "max", "resident memory of the process, peak since the start"),
     Metric("memory/device_mib", "MiB", "last", "accelerator memory in use"),
-    Metric("memory/device_peak_mib", "MiB", "max", "accelerator memory in use, peak of the step"),
-    Metric("memory/kv_cache_mib", "MiB", "last", "KV cache"),
 ]
 
 SECTIONS: dict[str, list[Metric]] = {
@@ -203,7 +207,6 @@ SECTIONS: dict[str, list[Metric]] = {
     "Rollout": ROLLOUT,
     "Evaluation": EVALUATION,
     "Dock": DOCK,
-    "Resharding": RESHARD,
     "Time, speed, memory": MACHINE,
 }
 

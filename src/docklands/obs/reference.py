@@ -16,11 +16,21 @@ seed (clocks, memory); all others are equal to the last digit. `{...}` stands fo
 """
 
 
+NOTES = {
+    "Dock": [
+        "`metrics.jsonl` has `dock/in_flight`, `dock/bytes` and the drops, as they are when a step's rows have been "
+        "taken; `dock.stats()` and `log/watchdog.txt` have all of them.",
+        "",
+    ]
+}
+
+
 def render_metrics_markdown() -> str:
     """The whole page; ends with one newline."""
     lines = [HEAD]
     for title, metrics in SECTIONS.items():
-        lines += [f"## {title}", "", "| name | unit | reduction | meaning |", "|---|---|---|---|"]
+        lines += [f"## {title}", "", *NOTES.get(title, [])]
+        lines += ["| name | unit | reduction | meaning |", "|---|---|---|---|"]
         for metric in metrics:
             name = f"*`{metric.name}`*" if metric.is_volatile else f"`{metric.name}`"
             lines.append(f"| {name} | {metric.unit} | {metric.reduction} | {metric.doc.replace('|', chr(92) + '|')} |")

@@ -5,16 +5,25 @@ A failure of the infrastructure is not a reward: `timeout` and `error` carry no 
 
 from __future__ import annotations
 
-import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from docklands.core.failures import FailureWindow
 from docklands.errors import RewardError, TooManyRewardErrors
 
 Status = Literal["ok", "wrong", "timeout", "error"]
 STATUSES: tuple[Status, ...] = ("ok", "wrong", "timeout", "error")
+
+
+FLOAT32_MAX = 3.4028234663852886e38
+"""Rewards are float32 in the table; a larger one would be infinite there."""
+
+
+def storable(value: float) -> bool:
+    """A number that stays finite in the reward column."""
+    return -FLOAT32_MAX <= value <= FLOAT32_MAX
 
 
 @dataclass(frozen=True)
@@ -68,8 +77,8 @@ class RewardOutcome:
             raise RewardError(f"outcome status {self.status!r} is not one of {', '.join(STATUSES)}")
         if (self.value is not None) != (self.status in ("ok", "wrong")):
             raise RewardError(f"outcome {self.status!r} with value {self.value!r}: only ok and wrong carry a value")
-        if self.value is not None and not math.isfinite(self.value):
-            raise RewardError(f"outcome {self.status!r} with the value {self.value}")
+        if self.value is not None and not storable(self.value):
+            raise RewardError(f"outcome {self.status!r} with the value {self.value}: no finite float32")
 
     @property
     def dropped(self) -> bool:
@@ -165,54 +174,37 @@ class OutcomeCounts:
 
 
 class ErrorBudget:
-    """Ends the run when more than `max_fraction` of a window of `window` samples have no reward.
-
-    Counts against the whole window from the first sample on, so a run whose every reward fails ends after
-    max_fraction * window samples, and a single early failure does not end it.
-    """
+    """Ends the run when more than `max_fraction` of a window of `window` samples have no reward."""
 
     def __init__(self, max_fraction: float, window: int) -> None:
-        self.max_fraction = max_fraction
-        self.window = window
         self.counts = OutcomeCounts()
-        self._recent: deque[bool] = deque(maxlen=window)
-        self._failed = 0
-        self._reasons: Counter[str] = Counter()
+        self._window = FailureWindow(max_fraction, window)
 
     def add(self, outcomes: Iterable[RewardOutcome]) -> None:
         """Count outcomes; raise TooManyRewardErrors, with counts and the commonest reason, when over the limit."""
         outcomes = list(outcomes)
         self.counts.add(outcomes)
-        worst = 0
-        for outcome in outcomes:
-            if len(self._recent) == self.window:
-                self._failed -= self._recent[0]
-            self._recent.append(outcome.dropped)
-            self._failed += outcome.dropped
-            worst = max(worst, self._failed)
-            if outcome.dropped:
-                self._note(f"{outcome.status}: {outcome.detail}")
-        if worst > self.max_fraction * self.window:
-            reason, times = self._reasons.most_common(1)[0]
+        said = self._window.add((f"{o.status}: {o.detail}" if o.dropped else "" for o in outcomes), "rewards")
+        if said:
             raise TooManyRewardErrors(
-                f"{worst} of the last {len(self._recent)} rewards failed (limit {self.max_fraction:g} of {self.window})"
-                f", in all {self.counts.failures} of {self.counts.total}; most often ({times} times) {reason}",
-                "repair the reward, or raise reward.deadline_s or reward.max_error_fraction",
+                said, "repair the reward, or raise reward.deadline_s or reward.max_error_fraction"
             )
-
-    def _note(self, reason: str) -> None:
-        """Reasons may differ in every sample: keep the commonest, in bounded memory."""
-        if len(self._reasons) >= 256 and reason not in self._reasons:
-            self._reasons = Counter(dict(self._reasons.most_common(64)))
-        self._reasons[reason] += 1
 
 
 def ground_truth(row: Mapping[str, Any], column: str = "answer") -> Any:
     """The expected answer: `column`, else 'ground_truth', else reward_model.ground_truth. RewardError without any."""
-    for key in (column, "ground_truth"):
-        if row.get(key) is not None:
-            return row[key]
     model = row.get("reward_model")
-    if isinstance(model, Mapping) and model.get("ground_truth") is not None:
-        return model["ground_truth"]
+    within = model.get("ground_truth") if isinstance(model, Mapping) else None
+    for found in (row.get(column), row.get("ground_truth"), within):
+        if found is not None:
+            return found
     raise RewardError(f"the row has no answer: no {column!r}, no reward_model.ground_truth; it has {', '.join(row)}")
+
+
+def has_ground_truth(row: Mapping[str, Any]) -> bool:
+    """Whether `ground_truth` would find one."""
+    try:
+        ground_truth(row)
+    except RewardError:
+        return False
+    return True

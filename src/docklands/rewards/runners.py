@@ -99,7 +99,7 @@ class SandboxReward:
             return await self._one_by_one(samples)
         future = self._sandbox.submit(self._target, samples, False, self._deadline_s)
         outcomes = await asyncio.wrap_future(future)
-        lost = all(outcome.info.get(LOST) for outcome in outcomes)
+        lost = all(outcome.dropped and outcome.info.get(LOST) for outcome in outcomes)
         if not lost or len(samples) == 1:
             return outcomes
         outcomes = await self._one_by_one(samples)

@@ -6,7 +6,7 @@ Legend: B samples.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from docklands.core.fields import (
 )
 from docklands.core.stage import Result
 from docklands.errors import ConfigError, UnknownField
-from docklands.rewards.base import ErrorBudget, OutcomeCounts, Reward, RewardOutcome, RewardSample
+from docklands.rewards.base import ErrorBudget, OutcomeCounts, Reward, RewardOutcome, RewardSample, storable
 from docklands.rewards.builtin import REWARDS
 from docklands.rewards.runners import runner
 from docklands.rewards.sandbox import LOST, Sandbox
@@ -51,7 +51,7 @@ class WeightedSum:
     def _combine(self, outcomes: Sequence[RewardOutcome]) -> RewardOutcome:
         components = {label: outcome.value for label, outcome in zip(self.labels, outcomes)}
         infos = {
-            label: {k: v for k, v in outcome.info.items() if k not in (RAISED, LOST)}
+            label: {k: v for k, v in outcome.info.items() if not (outcome.dropped and k in (RAISED, LOST))}
             for label, outcome in zip(self.labels, outcomes)
             if outcome.info
         }
@@ -60,6 +60,8 @@ class WeightedSum:
             if outcome.dropped:
                 return RewardOutcome(outcome.status, None, {**info, "detail": f"{label}: {outcome.detail}"})
         value = sum(weight * (outcome.value or 0.0) for (_, weight), outcome in zip(self.parts, outcomes))
+        if not storable(value):
+            return RewardOutcome("error", None, {**info, "detail": f"the weighted sum is {value}, no finite float32"})
         status = "wrong" if any(outcome.status == "wrong" for outcome in outcomes) else "ok"
         return RewardOutcome(status, float(value), info)
 
@@ -122,17 +124,20 @@ class Scorer:
             values = [outcome.info["components"][label] for outcome in outcomes if not outcome.dropped]
             if values:
                 found[f"reward/{label}/mean"] = (float(sum(values)), float(len(values)))
-        for label, key, flags in self._flags(outcomes):
-            found[f"reward/{label}.{key}/mean"] = (float(sum(flags)), float(len(flags)))
+        for name, flags in self._flags(outcomes).items():
+            found[f"reward/{name}/mean"] = (float(sum(flags)), float(len(flags)))
         return found
 
-    def _flags(self, outcomes: Sequence[RewardOutcome]) -> Iterator[tuple[str, str, list[bool]]]:
-        """(component, name, values) of every true-or-false remark of the rewards, e.g. whether working was shown."""
+    def _flags(self, outcomes: Sequence[RewardOutcome]) -> dict[str, list[bool]]:
+        """component.remark -> every true-or-false remark of the rewards, e.g. whether working was shown."""
+        found: dict[str, list[bool]] = {}
         infos = [outcome.info.get("info", {}) for outcome in outcomes if not outcome.dropped]
         for label in self.reward.labels:
-            keys = sorted({k for info in infos for k, v in info.get(label, {}).items() if isinstance(v, bool)})
-            for key in keys:
-                yield label, key, [bool(info[label][key]) for info in infos if key in info.get(label, {})]
+            for info in infos:
+                for key, value in info.get(label, {}).items():
+                    if isinstance(value, bool):
+                        found.setdefault(f"{label}.{in_metric(key)}", []).append(value)
+        return dict(sorted(found.items()))
 
     def close(self) -> None:
         """End the rewards and their processes."""
@@ -184,7 +189,12 @@ def function_reward(function: Any, deadline_s: float = 30.0, name: str = "") -> 
     return runner(Target(label), scoring, False, Sandbox(), deadline_s)
 
 
+def in_metric(name: str) -> str:
+    """A name as one part of a metric's name, in which '/' parts the parts."""
+    return name.replace("/", "_") or "_"
+
+
 def _unique(names: Sequence[str]) -> list[str]:
     """Labels for metrics: the attribute of module:attr, numbered where two are equal."""
-    short = [name.rpartition(":")[2] for name in names]
+    short = [in_metric(name.rpartition(":")[2]) for name in names]
     return [name if short.count(name) == 1 else f"{name}_{short[: i + 1].count(name)}" for i, name in enumerate(short)]

@@ -24,7 +24,7 @@ from typing import Any
 from docklands.errors import ConfigError, RewardError
 from docklands.registry import import_string
 from docklands.rewards import builtin
-from docklands.rewards.base import RewardOutcome, RewardSample, failed, ground_truth, ok
+from docklands.rewards.base import RewardOutcome, RewardSample, failed, ground_truth, has_ground_truth, storable
 
 RAISED = "raised"
 SIGNATURES = (
@@ -84,6 +84,7 @@ class ScoreFunction(Scoring):
     def __init__(self, name: str, function: Callable[..., Any], isolate: bool = True) -> None:
         self._function = function
         self._takes = accepted(function)
+        self._needs_truth = "ground_truth" in required(function)
         super().__init__(name, isolate, each=not is_async(function))
 
     def run(self, samples: Sequence[RewardSample], deadline_s: float | None = None) -> list[RewardOutcome]:
@@ -106,9 +107,10 @@ class ScoreFunction(Scoring):
         given = {
             "data_source": row.get("data_source", ""),
             "solution_str": sample.text,
-            "ground_truth": ground_truth(row),
             "extra_info": {**dict(row.get("extra_info") or {}), "finish": sample.finish},
         }
+        if self._needs_truth or has_ground_truth(row):
+            given["ground_truth"] = ground_truth(row)
         return self._function(**{k: v for k, v in given.items() if self._takes is None or k in self._takes})
 
 
@@ -144,7 +146,7 @@ class BatchFunction(Scoring):
             outcomes = asyncio.run(aguarded(acall, len(samples), deadline_s))
         else:
             outcomes = guarded(call, len(samples), deadline_s)
-        if len(samples) > 1 and all(o.info.get(RAISED) for o in outcomes):
+        if len(samples) > 1 and all(o.dropped and o.info.get(RAISED) for o in outcomes):
             return [self._score([sample], deadline_s)[0] for sample in samples]
         return outcomes
 
@@ -218,9 +220,9 @@ def outcome_of(value: Any) -> RewardOutcome:
         value = value.item() if getattr(value, "size", 1) == 1 or callable(getattr(value, "size", None)) else value
     if not isinstance(value, int | float):
         return failed("error", f"the reward returned {value!r:.80} ({type(value).__name__}), not a number")
-    if not math.isfinite(value):
-        return failed("error", f"the reward returned {value}")
-    return ok(value, **info)
+    if not storable(value):
+        return failed("error", f"the reward returned {value!r:.40}, which is no finite float32")
+    return RewardOutcome("ok", float(value), info)
 
 
 def plain(value: Any) -> Any:

@@ -16,27 +16,35 @@ from docklands import device as devices
 from docklands import models
 from docklands.algorithms import build_algorithm
 from docklands.algorithms.base import Algorithm
+from docklands.algorithms.stages import with_routes
 from docklands.config.paths import resolve_model_path
 from docklands.config.schema import Config, OptimSection
 from docklands.config.summary import arithmetic
 from docklands.core.batch import Batch
+from docklands.core.fields import Field
 from docklands.core.graph import Graph
-from docklands.core.protocols import Sampling
+from docklands.core.protocols import Dock as AnyDock
+from docklands.core.protocols import DockClient, Sampling
 from docklands.data.demonstrations import Demonstrator
 from docklands.data.sources import Source
 from docklands.data.stream import PromptStream, open_splits
 from docklands.data.tokenizer import Tokenizer, load_tokenizer
 from docklands.dock import Dock, DockOptions
+from docklands.dock.hosted import HostedDock
 from docklands.envs import build_env_factory
 from docklands.errors import ConfigError
 from docklands.fleet.local_backend import Device, LocalRole
+from docklands.fleet.trainers import EngineSpec, Setup, Trainers
 from docklands.obs.rundir import RunDir
 from docklands.obs.sinks import Sinks
 from docklands.obs.watchdog import Watchdog
+from docklands.parallel import Layout
 from docklands.rewards import build_scorer
 from docklands.rollout import NativeEngine, RolloutWorker
+from docklands.rollout.capacity import check_lengths, check_vocabulary
 from docklands.run.describe import SampleRecorder
 from docklands.run.prompts import Prompts, group_of
+from docklands.run.routes import check_router, routes_column
 from docklands.run.session import Evaluation, Run
 from docklands.sync.in_process import InProcessSync
 from docklands.train.engine import TrainEngine
@@ -55,6 +63,15 @@ class Parts:
     device: str
     model_path: Path
     log: Path
+    trainers: Trainers | None = None
+    routes: Field[Any] | None = None
+
+    def graph(self) -> Graph:
+        """The algorithm's, with the column of router choices when those are recorded."""
+        plain = self.algorithm.graph()
+        if self.routes is None:
+            return plain
+        return with_routes(plain, self.routes, replay=self.config.train.replay_routes)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,7 +96,13 @@ def build_parts(config: Config, log: Path) -> Parts:
     path = resolve_model_path(config.model.path)
     tokenizer = load_tokenizer(resolve_model_path(config.model.tokenizer) if config.model.tokenizer else path)
     where = str(devices.choose(config.run.device))
-    return Parts(config, tokenizer, algorithm, where, path, log)
+    shape = models.read_config(path)
+    check_vocabulary(tokenizer.vocab_size, shape)
+    if "rollout" in algorithm.graph().roles:
+        check_lengths(config.rollout, config.data.max_prompt_tokens, shape)
+    check_router(config, shape)
+    routes = routes_column(config, shape)
+    return Parts(config, tokenizer, algorithm, where, path, log, build_trainers(config, path, where, log), routes)
 
 
 def build(config: Config, run_dir: RunDir, sinks: Sinks, show: Callable[[str], None] = lambda _: None) -> Run:
@@ -88,11 +111,11 @@ def build(config: Config, run_dir: RunDir, sinks: Sinks, show: Callable[[str], N
     show  told the name of each stage as it begins and ends
     """
     parts = build_parts(config, run_dir.log)
-    graph = parts.algorithm.graph()
+    graph = parts.graph()
     source, held_out = open_splits(config.data, config.eval, config.run.seed)
     stream = PromptStream(source, parts.tokenizer, config.data, config.run.seed)
     stream.check()
-    dock = Dock(graph, dock_options(config))
+    dock = build_dock(config, graph, run_dir.path / "dock")
     recorder = SampleRecorder(config.obs.samples_per_step)
     watchdog = Watchdog(config.run.watchdog_s, dock.describe, run_dir.watchdog)
 
@@ -117,6 +140,19 @@ def build(config: Config, run_dir: RunDir, sinks: Sinks, show: Callable[[str], N
     )
 
 
+def build_dock(config: Config, graph: Graph, folder: Path) -> AnyDock:
+    """In this process, or in processes that `open` starts and whose files lie in `folder`."""
+    options = dock_options(config)
+    if config.dock.transport == "processes":
+        return HostedDock(graph, options, folder, config.dock.durability)
+    if config.dock.durability != "none":
+        raise ConfigError(
+            f"dock.durability is {config.dock.durability}, but the dock lives and dies with the driver",
+            "set dock.transport=processes",
+        )
+    return Dock(graph, options)
+
+
 def dock_options(config: Config) -> DockOptions:
     return DockOptions(
         prompts_per_step=config.rollout.prompts_per_step,
@@ -126,6 +162,7 @@ def dock_options(config: Config) -> DockOptions:
         capacity_bytes=config.dock.capacity_mib * 2**20,
         groups_per_take=config.dock.groups_per_take,
         deterministic=config.dock.deterministic,
+        overtake=config.dock.overtake,
         lease_s=config.dock.lease_s,
         wait_s=config.dock.wait_s,
         max_dropped_groups_per_step=config.algorithm.max_dropped_groups,
@@ -133,7 +170,7 @@ def dock_options(config: Config) -> DockOptions:
     )
 
 
-def build_fleet(parts: Parts, graph: Graph, dock: Dock, beat: Callable[[str], None]) -> dict[str, LocalRole]:
+def build_fleet(parts: Parts, graph: Graph, dock: DockClient, beat: Callable[[str], None]) -> dict[str, LocalRole]:
     """A role for each that the graph names, and the device or thread that it runs on."""
     shared = Device(parts.device)
     fleet: dict[str, LocalRole] = {}
@@ -157,36 +194,59 @@ def load_model(parts: Parts, path: Path, value: bool = False) -> Any:
     return load(path, dtype=torch.float32, device=parts.device)
 
 
-def train_engine(parts: Parts, path: str, optim: OptimSection | None, value: bool = False) -> TrainEngine:
-    """`optim` None: frozen."""
+def train_engine(parts: Parts, role: str, path: str, optim: OptimSection | None, value: bool = False) -> Any:
+    """`optim` None: frozen. In this process, or one in each process of the layout."""
     config = parts.config
-    return TrainEngine(
-        load_model(parts, resolve_model_path(path) if path else parts.model_path, value),
-        config.train,
-        optim,
-        temperature=config.rollout.temperature if "rollout" in parts.algorithm.graph().roles else 1.0,
-        max_tokens=config.rollout.max_response_tokens,
-        total_updates=config.run.steps * config.updates_per_step,
-    )
+    where = resolve_model_path(path) if path else parts.model_path
+    settings = {
+        "temperature": config.rollout.temperature if "rollout" in parts.algorithm.graph().roles else 1.0,
+        "max_tokens": config.rollout.max_response_tokens,
+        "total_updates": updates_of(config, role),
+    }
+    if parts.trainers is None:
+        return TrainEngine(load_model(parts, where, value), config.train, optim, **settings)
+    seed = config.run.seed if config.model.init == "random" else None
+    spec = EngineSpec(where, config.train, optim, value, seed, tuple(settings.items()))
+    return parts.trainers.engine(role, spec)
+
+
+def updates_of(config: Config, role: str) -> int:
+    """Optimizer updates of the whole run, the horizon of a schedule: the actor's begin when its critic is warm."""
+    waits = config.algorithm.critic_warmup_steps if role == "actor" else 0
+    return max(0, config.run.steps - waits) * config.updates_per_step
+
+
+def build_trainers(config: Config, path: Path, device: str, log: Path) -> Trainers | None:
+    """Processes of the layout; None when it is one process. LayoutError, before any starts, when it does not fit."""
+    layout = Layout(**config.layout.model_dump())
+    layout.check_model(models.read_config(path))
+    if layout.world_size == 1:
+        return None
+    threads = max(1, (config.run.threads or torch.get_num_threads()) // layout.world_size)
+    return Trainers(Setup(layout, device.split(":")[0], threads, config.dock.wait_s, log))
 
 
 def rollout_worker(parts: Parts) -> RolloutWorker:
     """Generation engines behind one work queue; they get their weights from the first publish."""
     config = parts.config
     shape = models.read_config(parts.model_path)
+    section = config.rollout.model_copy(update={"record_routes": parts.routes is not None})
     engines = [
-        NativeEngine(shape, config.rollout, dtype=parts.rollout_dtype, device=parts.device)
+        NativeEngine(shape, section, dtype=parts.rollout_dtype, device=parts.device)
         for _ in range(config.fleet.rollout_workers)
     ]
-    return RolloutWorker(engines, parts.tokenizer, build_env_factory(config.env), config.rollout, config.run.seed)
+    env = build_env_factory(config.env)
+    return RolloutWorker(engines, parts.tokenizer, env, section, config.run.seed, parts.routes)
 
 
 RESOURCES: Mapping[str, Callable[[Parts], Any]] = {
     "rollout": rollout_worker,
     "reward": lambda parts: build_scorer(parts.config.reward, parts.log / "reward.0.log"),
-    "actor": lambda parts: train_engine(parts, "", parts.config.train.optim),
-    "reference": lambda parts: train_engine(parts, parts.config.reference.path, None),
-    "critic": lambda parts: train_engine(parts, parts.config.critic.path, parts.config.critic.optim, value=True),
+    "actor": lambda parts: train_engine(parts, "actor", "", parts.config.train.optim),
+    "reference": lambda parts: train_engine(parts, "reference", parts.config.reference.path, None),
+    "critic": lambda parts: train_engine(
+        parts, "critic", parts.config.critic.path, parts.config.critic.optim, value=True
+    ),
     "advantage": lambda parts: parts.algorithm,
     "data": lambda parts: Demonstrator(parts.tokenizer, parts.config.rollout.max_response_tokens),
 }
@@ -199,12 +259,12 @@ def build_sync(fleet: Mapping[str, LocalRole]) -> InProcessSync:
     return InProcessSync(actor.resource, sinks, actor.call)
 
 
-def eval_sampling(config: Config, tokenizer: Tokenizer) -> Sampling:
+def eval_sampling(config: Config) -> Sampling:
+    """Without stop ids: a rollout worker then stops where training samples stop."""
     return Sampling(
         max_tokens=config.rollout.max_response_tokens,
         temperature=config.eval.temperature,
         top_p=config.eval.top_p,
-        stop_ids=tuple(sorted(tokenizer.eos_ids)),
     )
 
 
@@ -217,7 +277,7 @@ def build_evaluation(parts: Parts, held_out: Source | None) -> Evaluation | None
     prompts = PromptStream(held_out, parts.tokenizer, data, config.run.seed).take(config.eval.prompts)
     groups = [group_of(prompt, i, config.eval.samples_per_prompt) for i, prompt in enumerate(prompts)]
     name = (config.eval.source or config.data.source).rsplit(":", 1)[-1].rsplit("/", 1)[-1]
-    return Evaluation(name, Batch.concat(groups), eval_sampling(config, parts.tokenizer))
+    return Evaluation(name, Batch.concat(groups), eval_sampling(config))
 
 
 def headline(config: Config, graph: Graph) -> str:

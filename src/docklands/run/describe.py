@@ -69,6 +69,7 @@ def describe(recorder: Any, batch: Batch) -> Result:
     lengths(metrics, batch)
     scores(metrics, batch)
     mismatch(metrics, batch)
+    counts(metrics, batch, recorder.version)
     recorder.record(batch)
     return Result(metrics=metrics)
 
@@ -94,6 +95,9 @@ def lengths(metrics: SumCount, batch: Batch) -> None:
         cut = [FINISH_NAMES[int(f)] == "length" for f in batch[FINISH_REASON]]
         metrics["response_length/clip_ratio"] = (float(sum(cut)), float(len(cut)))
         metrics["completions/clipped_ratio"] = metrics["response_length/clip_ratio"]
+        aborted = [FINISH_NAMES[int(f)] == "abort" for f in batch[FINISH_REASON]]
+        metrics["completions/aborted_ratio"] = (float(sum(aborted)), float(len(aborted)))
+        metrics["completions/empty_ratio"] = (float((total_B == prompt_B).sum()), float(len(total_B)))
 
 
 def scores(metrics: SumCount, batch: Batch) -> None:
@@ -101,7 +105,6 @@ def scores(metrics: SumCount, batch: Batch) -> None:
     if REWARD in batch:
         reward_B = batch[REWARD].numpy()
         spread(metrics, "critic/score", reward_B)
-        spread(metrics, "critic/rewards", reward_B)
         groups = batch[GROUP_ID].numpy()
         flat = [float(np.ptp(reward_B[groups == g]) < 1e-8) for g in np.unique(groups)]
         metrics["frac_reward_zero_std"] = (sum(flat), float(len(flat)))
@@ -117,6 +120,16 @@ def scores(metrics: SumCount, batch: Batch) -> None:
             spread(metrics, name, batch[field].values[mask_T])
 
 
+def counts(metrics: SumCount, batch: Batch, version: int) -> None:
+    """How many samples the step trains, and how many versions lie between a sample's oldest token and `version`."""
+    metrics["training/samples"] = (float(len(batch)), 1.0)
+    metrics["training/groups"] = (float(len(np.unique(batch[GROUP_ID].numpy()))), 1.0)
+    if WEIGHT_VERSIONS in batch:
+        rows = zip(batch[WEIGHT_VERSIONS], batch[LOSS_MASK])
+        sampled = [version_T[mask_T] for version_T, mask_T in rows if bool(mask_T.any())]
+        spread(metrics, "training/staleness", np.array([version - int(v_T.min()) for v_T in sampled]))
+
+
 def mismatch(metrics: SumCount, batch: Batch) -> None:
     """|p_trainer - p_rollout| of the sampled tokens, where the trainer's log-probs are at hand."""
     if OLD_LOGPROBS not in batch or ROLLOUT_LOGPROBS not in batch:
@@ -130,11 +143,15 @@ def mismatch(metrics: SumCount, batch: Batch) -> None:
 
 
 class SampleRecorder:
-    """Turns the first `most` rows of a step into records for samples/step_*.jsonl."""
+    """Turns the first `most` rows of a step into records for samples/step_*.jsonl.
+
+    version  of the weights that the step's updates start from
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._records: list[dict[str, Any]] = []
+        self.version = 0
 
     def record(self, batch: Batch) -> None:
         self._records = [sample_record(batch, i) for i in range(min(self._most, len(batch)))]

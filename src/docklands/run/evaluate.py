@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 
 from docklands.core.batch import Batch
-from docklands.core.fields import COMPLETION, GROUP_ID, PROMPT, PROMPT_ID, REWARD, SAMPLE_INDEX
+from docklands.core.fields import (
+    COMPLETION,
+    FINISH_NAMES,
+    FINISH_REASON,
+    GROUP_ID,
+    LOSS_MASK,
+    PROMPT,
+    PROMPT_ID,
+    REWARD,
+    SAMPLE_INDEX,
+)
 from docklands.core.protocols import Sampling
 from docklands.run.describe import prompt_text
 
@@ -73,6 +83,7 @@ def summarise(scored: Batch, source: str, ks: Sequence[int] = (), asked: int = 0
         f"val-core/{source}/mean@{most}_high": high,
         f"val-core/{source}/lost": float(asked - len(rewards)) if asked else 0.0,
     }
+    found |= aside(scored, source, len(order))
     if most > 1:
         found[f"val-core/{source}/best@{most}"] = float(np.mean([rewards[rows].max() for rows in order]))
         found[f"val-core/{source}/maj@{most}"] = float(np.mean([majority(scored, rows, rewards) for rows in order]))
@@ -81,6 +92,17 @@ def summarise(scored: Batch, source: str, ks: Sequence[int] = (), asked: int = 0
         low, high = bootstrap_interval(per_prompt)
         found[f"val-core/{source}/pass@{k}"] = float(np.mean(per_prompt)) if per_prompt else float("nan")
         found[f"val-core/{source}/pass@{k}_low"], found[f"val-core/{source}/pass@{k}_high"] = low, high
+    return found
+
+
+def aside(scored: Batch, source: str, prompts: int) -> dict[str, float]:
+    """Metrics `val-aux/{source}/...`: what the samples were like."""
+    found = {f"val-aux/{source}/prompts": float(prompts)}
+    if LOSS_MASK in scored and FINISH_REASON in scored:
+        length_B = [len(m_T) - int(m_T.int().argmax()) if bool(m_T.any()) else 0 for m_T in scored[LOSS_MASK]]
+        cut_B = [FINISH_NAMES[int(finish)] == "length" for finish in scored[FINISH_REASON]]
+        found[f"val-aux/{source}/response_length"] = float(np.mean(length_B))
+        found[f"val-aux/{source}/clipped_ratio"] = float(np.mean(cut_B))
     return found
 
 

@@ -8,9 +8,11 @@ dynamic sampling is a stage that drops rows. The driver holds row ids and number
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from docklands.core.graph import UPDATE
+from docklands.errors import DockClosed, WarehouseLost
 
 if TYPE_CHECKING:
     from docklands.core.protocols import Dock, Role
@@ -30,8 +32,7 @@ async def train(run: Run) -> None:
             flow.create_task(pump(stage, fleet[stage.role], dock))
         for step in run.steps_left():
             with run.step_scope(step) as metrics:
-                rows = await dock.take(graph[UPDATE])
-                metrics.merge(await run.describe(rows))
+                rows = await run.take_step(metrics)
                 for minibatch in run.minibatches(rows):
                     for learner in run.learners(step):  # actor, and critic for PPO
                         metrics.merge(await fleet[learner.role].update(learner, minibatch))
@@ -43,17 +44,21 @@ async def train(run: Run) -> None:
 
 async def admit(prompts: Prompts, dock: Dock) -> None:
     """A prompt enters when a slot is free: this is back-pressure and the staleness bound in one."""
-    while await dock.slot():
-        group = prompts.next_group()
-        if group is None:
-            return await dock.end_of_prompts()
-        await dock.admit(group)
-        prompts.admitted()
+    with suppress(DockClosed):  # between the two: the group stays with the prompts
+        while await dock.slot():
+            group = prompts.next_group()
+            if group is None:
+                return await dock.end_of_prompts()
+            await dock.admit(group)
+            prompts.admitted()
 
 
 async def pump(stage: Stage, role: Role, dock: Dock) -> None:
     """Hand ready rows to the stage's workers; acknowledge, or drop what they dropped."""
     async for rows in dock.stream(stage):
-        async with role.lease():  # colocated roles hand the device over here
-            outcome = await role.run(stage, rows)  # the worker fetches, computes and writes back
-        await dock.finish(rows, outcome)
+        try:
+            async with role.lease():  # colocated roles hand the device over here
+                outcome = await role.run(stage, rows)  # the worker fetches, computes and writes back
+            await dock.finish(rows, outcome)
+        except WarehouseLost:  # its rows are made anew: this stage gets them again
+            await dock.give_back(rows)

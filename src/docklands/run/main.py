@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,12 +14,12 @@ from pathlib import Path
 
 from docklands import models
 from docklands.config.load import load_config, resolved_yaml
-from docklands.config.paths import resolve_model_path
+from docklands.config.paths import anchored, resolve_model_path
 from docklands.config.schema import Config
 from docklands.errors import CheckpointError, ConfigError
 from docklands.obs.console import ConsoleSink
 from docklands.obs.log import setup_logging, teardown_logging
-from docklands.obs.rundir import RunDir
+from docklands.obs.rundir import RunDir, writing
 from docklands.obs.sinks import JsonlSink, Sink, Sinks, TensorBoardSink, WandbSink
 from docklands.obs.spans import SpanRecorder, recording
 from docklands.run import resume as resuming
@@ -30,44 +32,54 @@ from docklands.train import checkpoint
 
 INTERRUPTED = 130
 
+log = logging.getLogger("docklands.run")
+
 
 def train_run(config: Config, sources: Mapping[str, str], resume: bool) -> int:
     """Train from the start, or go on. 0 done, 130 interrupted after a clean checkpoint."""
     run_dir = RunDir.resume(config.run_dir) if resume else RunDir.create(config.run_dir)
-    run_dir.write_config(resolved_yaml(config, sources))
-    run_dir.write_env()
     console = ConsoleSink(config.run.steps, title=f"docklands · {config.run.name}", mode=config.obs.console)
     setup_logging(run_dir.path, show=console.say)
     try:
         with recording(SpanRecorder(run_dir.spans)):
-            return asyncio.run(run_training(config, run_dir, console, resume))
+            return asyncio.run(run_training(config, sources, run_dir, console, resume))
+    except ConfigError:  # refused: the same command, corrected, must work
+        run_dir.discard()
+        raise
     finally:
         console.close()
         teardown_logging()
+        run_dir.release()
 
 
-async def run_training(config: Config, run_dir: RunDir, console: ConsoleSink, resume: bool) -> int:
-    """Build, resume if asked, train, say what came of it."""
+async def run_training(
+    config: Config, sources: Mapping[str, str], run_dir: RunDir, console: ConsoleSink, resume: bool
+) -> int:
+    """Build, resume if asked, train, say what came of it. Nothing of an earlier run changes until both have worked."""
     began = time.monotonic()
-    sinks = open_sinks(config, run_dir, console)
-    run = build(config, run_dir, sinks, console.stage)
+    run = build(config, run_dir, Sinks([]), console.stage)
     console.say(headline(config, run.graph))
     console.start()
     try:
+        await run.dock.open()
         if resume:
-            step = resuming.load_latest(run)
+            step = await resuming.load_latest(run)
             run_dir.truncate_after(step)
             console.say(f"resumed at step {step}" if step else "no complete checkpoint yet: starting at step 0")
+        run_dir.write_config(resolved_yaml(anchored(config), sources))
+        run_dir.write_env()
         run_dir.write_graph(run.graph.to_dict())
+        run.sinks, first = open_sinks(config, run_dir, console), run.step
         with run.watchdog, stoppable(run):
             interrupted = await train_until_done(run)
         console.close()
         before_and_after(run_dir, console.say)
     finally:
+        await run.dock.leave()
         run.close()
-        sinks.close()
+        run.sinks.close()
     report = write_report(run_dir.path) if config.obs.report else None
-    closing_lines(run_dir, report, time.monotonic() - began, console.say)
+    closing_lines(run_dir, report, (run.step - first, time.monotonic() - began), console.say)
     return INTERRUPTED if interrupted else 0
 
 
@@ -81,6 +93,15 @@ async def train_until_done(run: Run) -> bool:
         task = asyncio.current_task()
         if task is not None:
             task.uncancel()
+    except Exception as error:
+        await resuming.save_despite(run, error)
+        raise
+    if run.out_of_prompts:
+        log.warning(
+            "the prompts ended after %d of %d steps; data.epochs=0 repeats them", run.step, run.config.run.steps
+        )
+        await run.end_early()
+        return False
     if run.step >= run.config.run.steps or not run.stop_asked:
         return False
     await resuming.save(run)
@@ -121,24 +142,31 @@ def open_sinks(config: Config, run_dir: RunDir, console: ConsoleSink) -> Sinks:
         optional.append(TensorBoardSink(run_dir.path / "tensorboard"))
     if config.obs.wandb:
         optional.append(WandbSink(config.obs.wandb, config.run.name, run_dir.path, config.model_dump(mode="json")))
-    return Sinks([JsonlSink(run_dir.metrics)], optional)
+    with writing(run_dir.metrics):
+        return Sinks([JsonlSink(run_dir.metrics)], optional)
 
 
 def evaluate_run(
     config: Config, sources: Mapping[str, str], checkpoint_path: str | None, n: int, k: Sequence[int]
 ) -> dict[str, float]:
-    """Evaluate a run's checkpoint (default: the last; without any: the starting weights) on its held-out prompts."""
+    """Evaluate a run's checkpoint (default: the last; without any: the starting weights) on its held-out prompts.
+
+    The run directory stays as it is: its evals.jsonl compares evaluations of one kind, those of the training.
+    """
     if not config.eval.prompts:
         raise ConfigError("eval.prompts is 0: nothing to evaluate on", "add eval.prompts=200")
     chosen = config.eval.model_copy(
         update={"samples_per_prompt": n, "temperature": config.eval.temperature or (1.0 if n > 1 else 0.0)}
     )
-    return asyncio.run(_evaluate(config.model_copy(update={"eval": chosen}), checkpoint_path, k))
+    with tempfile.TemporaryDirectory(prefix="docklands-eval-") as folder:
+        aside = RunDir(folder)  # for what processes print
+        aside.log.mkdir()
+        return asyncio.run(_evaluate(config.model_copy(update={"eval": chosen}), aside, checkpoint_path, k))
 
 
-async def _evaluate(config: Config, path: str | None, ks: Sequence[int]) -> dict[str, float]:
+async def _evaluate(config: Config, aside: RunDir, path: str | None, ks: Sequence[int]) -> dict[str, float]:
     run_dir = RunDir(config.run_dir)
-    run = build(config, run_dir, Sinks([]))
+    run = build(config, aside, Sinks([]))
     try:
         if run.evaluation is None:
             raise ConfigError(f"algorithm {config.algorithm.name} generates nothing to evaluate")
@@ -149,7 +177,7 @@ async def _evaluate(config: Config, path: str | None, ks: Sequence[int]) -> dict
                 run.fleet["actor"].resource.load_state_dict(checkpoint.load(found, "actor"))
                 run.step = checkpoint.step_of(found)
         await run.weights.publish(version=run.step)
-        return await run.evaluate(run.step)
+        return (await run.measure(run.evaluation, run.step))[0]
     finally:
         run.close()
 

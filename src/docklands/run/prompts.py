@@ -61,6 +61,13 @@ class Prompts:
         """Epoch of the next prompt."""
         return self._stream.epoch
 
+    @property
+    def overlong(self) -> dict[str, float]:
+        """Prompts left out or cut because of their length, since the start; nothing where that is an error."""
+        if self._stream.config.overlong == "error":
+            return {}
+        return {"data/overlong_dropped": self._stream.dropped, "data/overlong_truncated": self._stream.truncated}
+
     def state_dict(self) -> dict[str, Any]:
         stream = self._stream.state_dict() if self._pending is None else self._before
         return {"stream": stream, "next_group": self._next_group}

@@ -102,12 +102,12 @@ def headline(series: Series, evals: Sequence[Row]) -> str:
 
 
 def by_source(evals: Sequence[Row]) -> dict[str, list[Row]]:
-    """Evaluations of each source that carry a score, by step."""
+    """Evaluations of each source that carry the score that its last one has, by step: others cannot be compared."""
     found: dict[str, list[Row]] = {}
     for row in evals:
         if score_key(row):
             found.setdefault(str(row.get("source", "")), []).append(row)
-    return found
+    return {source: [r for r in rows if score_key(r) == score_key(rows[-1])] for source, rows in found.items()}
 
 
 def score_key(row: Row) -> str:

@@ -2,64 +2,131 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from docklands.errors import CheckpointError
+from docklands.errors import (
+    CheckpointError,
+    ConfigError,
+    EnvError,
+    NonFinite,
+    RewardError,
+    RolloutError,
+    TooManyDropped,
+)
+from docklands.models.hf_io import not_finite
 from docklands.train import checkpoint
 
 if TYPE_CHECKING:
     from docklands.run.session import Run
 
 ENGINES = ("actor", "critic")
+SPARED = (ConfigError, EnvError, RewardError, RolloutError, TooManyDropped)
+"""Errors of data and user code: they end a run, but its weights are those of the last whole step."""
+
+log = logging.getLogger("docklands.run")
 
 
 async def save(run: Run) -> Path:
     """Write a complete checkpoint of the run as it stands between two steps; atomic.
 
-    The flow (prompts, dock, algorithm) is read here, on the event loop, in one piece: nothing is admitted or handed out
-    in between. Only the engines, which nothing changes between two steps, are read on their device's thread.
+    The flow (prompts, algorithm, dock) is read here, on the event loop, in one piece: nothing is admitted or handed out
+    in between (by a dock in processes of its own: before its copy is made). Only the engines, which nothing changes
+    between two steps, are read on their device's thread.
     """
     flow = {
         "step": run.step,
         "prompts": run.prompts.state_dict(),
-        "dock": run.dock.state_dict(),
         "algorithm": run.algorithm.state_dict(),
         "rng": torch.get_rng_state(),
     }
-    return await run.fleet["actor"].call("checkpoint", write, run, flow)
+    flow["dock"], files = await run.dock.save()  # last: a prompt may be in both, never in neither
+    return await run.fleet["actor"].call("checkpoint", write, run, flow, files)
 
 
-def write(run: Run, flow: dict[str, Any]) -> Path:
-    """Engines and flow into a new checkpoint directory."""
+async def save_despite(run: Run, error: BaseException) -> None:
+    """Keep what was trained when bad data or failing user code ends the run between two steps: `--resume` goes on."""
+    if isinstance(error, BaseExceptionGroup) and error.split(SPARED)[1] is not None:
+        return
+    if not isinstance(error, (*SPARED, BaseExceptionGroup)) or run.updating or not run.step:
+        return
+    newest = checkpoint.latest(run.run_dir.checkpoints)
+    if newest is not None and checkpoint.step_of(newest) >= run.step:
+        return
+    try:
+        path = await save(run)
+    except Exception as failure:  # the error that ended the run is the one to report
+        log.warning("what was trained up to step %d could not be saved: %s", run.step, failure)
+    else:
+        log.warning("step %d is saved in %s: repair the cause and go on with --resume", run.step, path)
+
+
+def write(run: Run, flow: dict[str, Any], files: Sequence[Path]) -> Path:
+    """Engines, flow and the dock's files into a new checkpoint directory. NonFinite rather than weights with a NaN."""
     states = {name: run.fleet[name].resource.state_dict() for name in ENGINES if name in run.fleet}
-    return checkpoint.save(run.run_dir.checkpoints, run.step, {**states, "flow": flow}, keep=run.config.checkpoint.keep)
+    for name, state in states.items():
+        check_finite(state["model"], f"{name} after step {run.step}", "checkpoints from before are intact")
+    keep = run.config.checkpoint.keep
+    return checkpoint.save(run.run_dir.checkpoints, run.step, {**states, "flow": flow}, keep=keep, files=files)
 
 
-def load_latest(run: Run) -> int:
-    """Put the run back to its newest complete checkpoint; the step it stands at, 0 without one."""
-    path = checkpoint.latest(run.run_dir.checkpoints)
+async def load_latest(run: Run) -> int:
+    """Put the run back to its newest complete checkpoint; the step it stands at, 0 if none was ever written.
+
+    CheckpointError when there are checkpoints, but none that is complete: starting anew would remove them.
+    """
+    root = run.run_dir.checkpoints
+    path = checkpoint.latest(root)
     if path is None:
+        broken = ", ".join(sorted(found.name for found in root.glob("step_*")))
+        if broken:
+            raise CheckpointError(
+                f"no checkpoint in {root} is complete: {broken}", "copy one back, or remove them to start at step 0"
+            )
         return 0
-    load(run, path)
+    await load(run, path)
     return run.step
 
 
-def load(run: Run, path: Path) -> None:
-    """Raises CheckpointError when a part is missing or does not fit this run."""
+async def load(run: Run, path: Path) -> None:
+    """Raises CheckpointError when a part is missing or damaged, ConfigError when it does not fit this run."""
     for name in ENGINES:
         if name in run.fleet:
-            run.fleet[name].resource.load_state_dict(checkpoint.load(path, name))
+            state = checkpoint.load(path, name)
+            check_finite(state.get("model") or {}, str(path / f"{name}.pt"), checkpoint.REMOVE)
+            with fitting():
+                run.fleet[name].resource.load_state_dict(state)
     flow = checkpoint.load(path, "flow")
+    checkpoint.verify(path, [name for name in checkpoint.read_stamps(path) if not name.endswith(".pt")])  # the dock's
     try:
-        run.step = int(flow["step"])
-        run.prompts.load_state_dict(flow["prompts"])
-        run.dock.load_state_dict(flow["dock"])
-        run.algorithm.load_state_dict(flow["algorithm"])
+        with fitting():
+            run.prompts.load_state_dict(flow["prompts"])
+            await run.dock.load(flow["dock"], path)
+            run.algorithm.load_state_dict(flow["algorithm"])
         torch.set_rng_state(flow["rng"])
+        run.step = int(flow["step"])
     except KeyError as error:
         raise CheckpointError(
             f"{path}: the flow's state lacks {error}", "was it written by another version?"
         ) from error
+
+
+@contextmanager
+def fitting() -> Iterator[None]:
+    """The checkpoint is whole: what does not fit is the config that it is resumed with."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise ConfigError(error.message, error.hint) from error
+
+
+def check_finite(weights: Mapping[str, torch.Tensor], what: str, hint: str) -> None:
+    """NonFinite names the first weight that holds a NaN or an infinity."""
+    for name, weight in weights.items():
+        if bad := not_finite(weight):
+            raise NonFinite(f"{what}: {bad} of {weight.numel()} elements of weight {name} are not finite", hint)

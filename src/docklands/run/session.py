@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from docklands import device as devices
 from docklands.algorithms.base import Algorithm
 from docklands.config.schema import Config
 from docklands.core.batch import Batch
-from docklands.core.graph import Graph
-from docklands.core.protocols import Outcome, Rows, Sampling, WeightSync
+from docklands.core.graph import UPDATE, Graph
+from docklands.core.protocols import Dock, Outcome, Rows, Sampling, WeightSync
 from docklands.core.stage import Learner
-from docklands.dock import Dock
+from docklands.errors import DockClosed, WarehouseLost
 from docklands.fleet.local_backend import Device, LocalRole
 from docklands.obs.metrics import Metrics
 from docklands.obs.rundir import RunDir
@@ -24,6 +23,7 @@ from docklands.obs.watchdog import Watchdog
 from docklands.run import resume
 from docklands.run.describe import SampleRecorder, describe_stage
 from docklands.run.evaluate import roll_out, sample_records, score, summarise
+from docklands.run.measure import memory, rates
 from docklands.run.prompts import Prompts
 
 
@@ -56,38 +56,58 @@ class Run:
     step: int = 0
     stop_asked: bool = False
     updating: bool = False
+    out_of_prompts: bool = False
     host: Device = field(default_factory=lambda: Device("host"))
     _began: float = 0.0
     _cpu: float = 0.0
 
     def steps_left(self) -> Iterator[int]:
-        """Steps still to do; ends early when a stop was asked for."""
-        while self.step < self.config.run.steps and not self.stop_asked:
+        """Steps still to do; ends early when a stop was asked for, or with the prompts."""
+        while self.step < self.config.run.steps and not self.stop_asked and not self.out_of_prompts:
             yield self.step
 
     @contextmanager
     def step_scope(self, step: int) -> Iterator[Metrics]:
-        """Time and trace a step."""
+        """Time and trace a step. One that finds the flow at its end, because the prompts were, is none."""
         self._began, self._cpu = time.perf_counter(), time.process_time()
-        with span("step", step=step):
-            yield Metrics()
+        try:
+            with span("step", step=step):
+                yield Metrics()
+        except DockClosed:
+            if self.updating or step == 0:  # in mid-step, or nothing was ever trained
+                raise
+            self.out_of_prompts = True
         self.updating = False
+
+    async def take_step(self, metrics: Metrics) -> Rows:
+        """The rows of the next step, with what is measured of them. Rows lost before an update are taken again."""
+        while True:
+            rows = await self.dock.take(self.graph[UPDATE])
+            try:
+                metrics.merge(await self.describe(rows))
+            except WarehouseLost:
+                self.updating = False
+                await self.dock.give_back(rows)
+            else:
+                return rows
 
     async def describe(self, rows: Rows) -> Metrics:
         """Metrics of the step's rows, and of the stages that made them."""
         self.updating = True
+        self.recorder.version = self.step
         metrics = Metrics()
         described = LocalRole("describe", self.recorder, self.dock, self.host)
         outcome: Outcome = await described.run(describe_stage(self.graph, "describe"), rows)
         metrics.merge({k: v for k, v in outcome.metrics.items() if not k.startswith("timing_s/")})
         self.drain(metrics)
-        metrics.add_values({f"dock/{key}": value for key, value in self.flow_state().items()})
+        metrics.add_values({f"dock/{key}": value for key, value in (await self.flow_state()).items()})
+        metrics.add_values(self.prompts.overlong)
         return metrics
 
-    def flow_state(self) -> dict[str, float]:
+    async def flow_state(self) -> dict[str, float]:
         """The dock when a step's rows have been taken: nothing moves then, so equal runs agree."""
-        stats = self.dock.stats()
-        return {key: stats[f"dock/{key}"] for key in ("in_flight", "bytes") if f"dock/{key}" in stats}
+        stats = {key.removeprefix("dock/"): value for key, value in (await self.dock.counts()).items()}
+        return {k: v for k, v in stats.items() if k in ("in_flight", "bytes") or k.startswith("dropped/")}
 
     def drain(self, metrics: Metrics) -> None:
         """What the roles measured since the last call."""
@@ -118,11 +138,9 @@ class Run:
         seconds = time.perf_counter() - self._began
         cpu_s = time.process_time() - self._cpu
         known = metrics.result()
-        metrics.add_values({"timing_s/step": seconds, "perf/time_per_step": seconds, "perf/cpu_s": cpu_s})
-        metrics.add("perf/throughput", known.get("perf/total_num_tokens", 0.0) / seconds)
-        metrics.add("perf/samples_per_s", self.config.samples_per_step / seconds)
-        metrics.add("memory/rss_mib", devices.rss() / 2**20)
-        metrics.add_values({"training/global_step": self.step, "training/epoch": self.prompts.epoch})
+        metrics.add_values({**rates(known, seconds, cpu_s), **memory(self.config.run.device)})
+        metrics.add_values({"training/global_step": self.step, "training/weight_version": self.step})
+        metrics.add("training/epoch", self.prompts.epoch)
         self.sinks.write(self.step, metrics.result())
         self.run_dir.write_samples(self.step, self.recorder.take())
         last = self.step == self.config.run.steps
@@ -132,23 +150,31 @@ class Run:
             await self.evaluate(self.step)
         self.watchdog.beat("step")
 
+    async def end_early(self) -> None:
+        """What the last step would have done: the prompts ended before it."""
+        await self.checkpoint_if_due(last=True)
+        if self.config.eval.after:
+            await self.evaluate(self.step)
+
     async def checkpoint_if_due(self, last: bool) -> None:
         every, at_end = self.config.checkpoint.every_steps, self.config.checkpoint.at_end
         if (every and self.step % every == 0) or (last and at_end):
             await resume.save(self)
 
-    async def evaluate(self, step: int) -> dict[str, float]:
+    async def evaluate(self, step: int) -> None:
         """Generate and score the held-out prompts; one record in evals.jsonl."""
-        if self.evaluation is None or "rollout" not in self.fleet:
-            return {}
+        if self.evaluation is not None:
+            metrics, scored = await self.measure(self.evaluation, step)
+            self.run_dir.append_eval(step, self.evaluation.source, metrics, sample_records(scored))
+
+    async def measure(self, evaluation: Evaluation, step: int) -> tuple[dict[str, float], Batch]:
+        """Generate and score held-out prompts: -> metrics, and the rows with what was said. Nothing is written."""
         worker = self.fleet["rollout"]
-        asked = self.evaluation.batch
+        asked = evaluation.batch
         with span("evaluate", step=step):
-            rolled = await worker.call("eval", roll_out, worker.resource, asked, self.evaluation.sampling)
+            rolled = await worker.call("eval", roll_out, worker.resource, asked, evaluation.sampling)
             scored = await score(self.fleet["reward"].resource, rolled)
-        metrics = summarise(scored, self.evaluation.source, self.evaluation.ks, asked=len(asked))
-        self.run_dir.append_eval(step, self.evaluation.source, metrics, sample_records(scored))
-        return metrics
+        return summarise(scored, evaluation.source, evaluation.ks, asked=len(asked)), scored
 
     def close(self) -> None:
         """Stop threads and processes."""

@@ -22,13 +22,12 @@ def one_line(text: Any, most: int = 34) -> str:
 def before_and_after(run_dir: RunDir, say: Say, examples: int = 3) -> None:
     """Held-out figures of the first and the last evaluation, and the same prompts answered by both."""
     evals = run_dir.read_evals()
-    if len(evals) < 2:
-        return
-    first, last = evals[0], evals[-1]
-    source = str(last["source"])
+    last = evals[-1] if evals else {"metrics": {}}
     key = next((name for name in last["metrics"] if "/mean@" in name and not name.endswith(("_low", "_high"))), None)
-    if key is None or key not in first["metrics"]:
+    alike = [row for row in evals if key in row["metrics"]]  # the source is part of the key
+    if key is None or len(alike) < 2:
         return
+    first, source = alike[0], str(last["source"])
     say(f"\nheld-out {source}: {interval(first['metrics'], key)} before -> {interval(last['metrics'], key)} after")
     later = {sample.get("prompt_id"): sample for sample in last["samples"]}
     pairs = [(s, later[s.get("prompt_id")]) for s in first["samples"] if s.get("prompt_id") in later]
@@ -45,13 +44,14 @@ def interval(metrics: dict[str, float], key: str) -> str:
     return text if low is None or high is None else f"{text} [{low:.2f}, {high:.2f}]"
 
 
-def closing_lines(run_dir: RunDir, report: Path | None, seconds: float, say: Say) -> None:
-    """Reward at both ends, time, and where everything lies."""
+def closing_lines(run_dir: RunDir, report: Path | None, done: tuple[int, float], say: Say) -> None:
+    """Reward at both ends, time, and where everything lies. `done`: steps of this process and its seconds."""
     rewards = [m["critic/score/mean"] for _, m in run_dir.read_metrics() if "critic/score/mean" in m]
     if rewards:
         ends = min(5, max(1, len(rewards) // 2))
         start, stop = sum(rewards[:ends]) / ends, sum(rewards[-ends:]) / ends
         say(f"\nmean reward of the first {ends} steps {start:.3f}, of the last {ends} {stop:.3f}")
-    say(f"{len(run_dir.read_metrics())} steps in {seconds:.0f} s; run directory: {run_dir.path}")
+    steps, seconds = done
+    say(f"{steps} step{'' if steps == 1 else 's'} in {seconds:.0f} s; run directory: {run_dir.path}")
     if report is not None:
         say(f"report: {report}")

@@ -1,0 +1,135 @@
+"""What runs write: every metric of the reference, and true ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from docklands.config.load import load_config
+from docklands.envs import StepResult
+from docklands.obs.names import CATALOG
+from docklands.run.main import evaluate_run
+from tests.e2e.runs import ROOT, overrides, run_here
+
+ELSEWHERE = re.compile(
+    r"memory/device_mib|.*/(skipped_updates|router_.*|recompute_.*|.*_offloaded_mib)|dock/(?!in_flight|bytes$|dropped).*"
+)
+"""Of accelerators; of updates without a token, models with experts and memory savers, which have their own tests; of
+`dock.stats()` alone."""
+
+
+class Talker:
+    """Says something once, then pays by the length of the answer."""
+
+    max_turns = 2
+
+    async def reset(self, row: dict) -> None:
+        self.turns = 0
+
+    async def step(self, completion: str, finish: str) -> StepResult:
+        self.turns += 1
+        return StepResult("1=", float(len(completion)), self.turns == 2)
+
+
+UNEVEN = """
+def uneven(data_source, solution_str, ground_truth, extra_info):
+    'Groups of each kind that a filter drops, and others.'
+    kind = int(extra_info["index"]) % 8
+    return {"score": {0: 0.0, 1: 1.0, 2: 0.5}.get(kind, float(len(solution_str))), "seen": True}
+"""
+
+TALK = (
+    f"env.name={__name__}:Talker",
+    "reward.functions=[{name: env}]",
+    "rollout.max_response_tokens=32",
+    "data.overlong=drop",
+    "algorithm.correction.mode=token_tis",
+    "algorithm.entropy_coef=0.01",
+    "algorithm.dual_clip=3.0",
+    "algorithm.samples_per_update=8",
+    "run.steps=2",
+    "checkpoint.every_steps=1",
+    "eval.prompts=4",
+    "eval.every_steps=1",
+)
+RUNS: dict[str, tuple[str, ...]] = {
+    "mix6_grpo.yaml": TALK,
+    "mix6_dapo.yaml": (
+        "algorithm.correction.mode=sequence_mask",
+        "algorithm.old_logprobs=recompute",
+        "algorithm.kl.coef=0.01",
+        "run.steps=2",
+    ),
+    "mix6_ppo.yaml": (
+        "algorithm.kl.coef=0.01",
+        "algorithm.kl.where=reward",
+        "algorithm.samples_per_update=16",
+        "run.steps=1",
+    ),
+    "warm_mix6.yaml": ("rollout.samples_per_prompt=1", "run.steps=1"),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[str]]:
+    """Names of all metrics of a few runs."""
+    base = tmp_path_factory.mktemp("metrics")
+    rows = base / "rows.jsonl"
+    row = '{{"prompt": "{i:03d}=", "answer": "1", "extra_info": {{"index": {i}}}}}\n'
+    rows.write_text("".join(row.format(i=i) for i in range(64)))
+    (base / "uneven.py").write_text(UNEVEN)
+    function = f"reward.functions=[{{name: '{base / 'uneven.py'}:uneven', isolate: false}}]"
+    found: set[str] = set()
+    for recipe, more in RUNS.items():
+        own = (f"data.source={rows}", "data.shuffle=false", function) if "dapo" in recipe else ()
+        run = run_here(recipe, base / recipe.removesuffix(".yaml"), *more, *own)
+        found.update(name for _, metrics in run.read_metrics() for name in metrics)
+        found.update(name for row in run.read_evals() for name in row["metrics"])
+    config, sources = load_config(ROOT / "configs/mix6_grpo.yaml", overrides(base / "eval", "eval.prompts=4"))
+    found.update(evaluate_run(config, sources, None, 2, [1, 2]))
+    yield found
+
+
+def test_every_metric_of_the_reference_is_written_by_some_run(written: set[str]) -> None:
+    seen = {CATALOG.find(name).name for name in written}
+    assert [m.name for m in CATALOG if m.name not in seen and not ELSEWHERE.fullmatch(m.name)] == []
+
+
+def test_rewards_as_trained_on_differ_from_the_score(tmp_path: Path) -> None:
+    """critic/rewards: 'as trained on'; with the overlong penalty it is below critic/score."""
+    more = ("algorithm.overlong_buffer_tokens=8", "rollout.max_response_tokens=8", "run.steps=1")
+    ((_, metrics),) = run_here("mix6_dapo.yaml", tmp_path / "run", *more).read_metrics()
+    assert metrics["critic/rewards/mean"] < metrics["critic/score/mean"]
+
+
+def test_counts_are_those_of_the_trained_samples(tmp_path: Path) -> None:
+    """A sample that its environment lost is not counted as trained."""
+    more = (f"env.name={__name__}:Picky", "reward.functions=[{name: env}]", "run.steps=1")
+    ((_, metrics),) = run_here("mix6_grpo.yaml", tmp_path / "run", *more).read_metrics()
+    assert metrics["training/samples"] == metrics["reward/scored"] < 16
+    assert metrics["dock/dropped/env_error"] == metrics["env/errors"] == 16 - metrics["training/samples"]
+    assert metrics["training/staleness/max"] == 0 and metrics["training/weight_version"] == 1
+    rate = metrics["training/samples"] / metrics["timing_s/step"]
+    assert metrics["perf/samples_per_s"] == pytest.approx(rate)
+
+
+class Picky(Talker):
+    """Fails for completions that end in an odd digit."""
+
+    max_turns = 1
+
+    async def step(self, completion: str, finish: str) -> StepResult:
+        if completion[-1:] in "13579":
+            raise OSError("no")
+        return StepResult(None, float(len(completion)), True)
+
+
+def test_evaluation_stops_where_training_stops(tmp_path: Path) -> None:
+    """rollout.stop ends a training sample; a held-out sample ends there too."""
+    more = ("rollout.stop=['9']", "eval.prompts=8", "eval.after=true", "run.steps=1")
+    run = run_here("mix6_grpo.yaml", tmp_path / "run", *more)
+    said = [sample["completion"] for row in run.read_evals() for sample in row["samples"]]
+    assert said and not [text for text in said if "9" in text]
