@@ -26,6 +26,23 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
+LONG = (
+    "distributed/", "e2e/test_dock_in_processes", "e2e/test_howto", "e2e/test_layout", "e2e/test_metrics",
+    "e2e/test_moe", "e2e/test_run_directory", "e2e/test_end_of_data", "parity/test_models_m", "property/test_dock_",
+    "property/test_sync_", "property/test_wire", "unit/test_plan", "unit/test_router_", "unit/test_sync_",
+    "unit/test_train_savers", "unit/test_warehouse_",
+)  # fmt: skip
+"""Whole files that `make test-fast` leaves out: several processes, several runs, many examples."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of LONG as slow."""
+    for item in items:
+        path = item.path.relative_to(Path(__file__).parent).as_posix()
+        if path.startswith(LONG):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def same_seed() -> Iterator[None]:
     """Each test starts from one global torch seed and leaves the thread count as it found it."""
