@@ -23,7 +23,7 @@ class Tokenizer(Protocol):
 
     eos_ids         every id that ends a response: the tokenizer's own and generation_config.json's
     eos_id          the one that closes a demonstration: the tokenizer's own
-    vocab_size      ids the tokenizer knows; a model's embedding may be larger
+    vocab_size      one more than the largest id that plain text can give; a model's embedding may be larger
     has_chat        whether `render_chat` has a template
     """
 
@@ -133,7 +133,8 @@ class HFTokenizer:
             self._hf: Any = AutoTokenizer.from_pretrained(str(self.path), local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{self.path}: the tokenizer cannot be read: {_one_line(error)}") from error
-        self.vocab_size = len(self._hf)
+        special = set(self._hf.all_special_ids)  # some are added on loading and never used: a pad or an unknown token
+        self.vocab_size = 1 + max((i for i in self._hf.get_vocab().values() if i not in special), default=-1)
         self.has_chat = bool(self._hf.chat_template)
         self.eos_ids = frozenset(_eos_ids(self._hf.eos_token_id, self.path))
         own = self._hf.eos_token_id
