@@ -7,9 +7,9 @@ most 256) and forced by min_tokens = max_tokens. Random weights of the real shap
 count: transformers generates one left-padded batch of 64 to its longest response, which is how it is used. Ours also
 records log-probabilities and keeps every sample reproducible; the peers do not have to.
 
-Rounds are interleaved (ours, peer, ours, peer, ...), figures are medians, the spread is (max - min) / median of the
-ratio. Each pair is given in wall time and, where the peer runs in this process, in CPU time, which other jobs on the
-machine disturb less. Threads that wait sleep, on both sides.
+Rounds are interleaved (ours, peer, ours, peer, ...), figures are medians, the spread is the middle half of the ratios
+of single rounds. Each pair is given in wall time and, where the peer runs in this process, in CPU time, which other
+jobs on the machine disturb less. Threads that wait sleep, on both sides.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def compare(work: Work, peer: str, ours: Callable[[], float], theirs: Callable[[
         line = {
             "bench": "generate", "metric": f"{work.name} {work.dtype} useful {clock} vs {peer}", "ours": round(a, 1),
             "peer": round(b, 1), "ratio": round(middle, 2), "n": rounds,
-            "spread": round((max(ratios) - min(ratios)) / middle, 3),
+            "spread": [round(x, 3) for x in (statistics.quantiles(ratios, n=4)[::2] if rounds > 1 else ratios * 2)],
         }  # fmt: skip
         print(json.dumps(line), flush=True)
 
