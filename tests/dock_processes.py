@@ -155,6 +155,13 @@ def hold(graph: Graph, options: DockOptions, address: DockAddress, stage: str, r
     asyncio.run(main())
 
 
+def warm_up() -> None:
+    """Start the server that forks readers: the first start takes seconds, in which a flow could end."""
+    process = CONTEXT.Process(target=os.getpid, daemon=True)
+    process.start()
+    process.join(60)
+
+
 async def take_and_die(made: Launcher, stage: str, within_s: float) -> list[int]:
     """A reader in a process of its own takes rows, and is killed; the rows (none if it did not get any in time)."""
     ours, theirs = CONTEXT.Pipe(duplex=False)

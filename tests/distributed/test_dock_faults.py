@@ -14,7 +14,7 @@ from docklands.dock.distributed import DistributedDock
 from docklands.dock.launch import Launcher
 from docklands.dock.wire_net import Peer
 from tests.dock_parts import FILTERED, GROUP, options, run
-from tests.dock_processes import Event, client, flow, launcher, take_and_die
+from tests.dock_processes import Event, client, flow, launcher, take_and_die, warm_up
 
 GROUPS = 128
 
@@ -67,6 +67,7 @@ VICTIMS = ["warehouse 0", "warehouse 1", "control", "reader"]
 @pytest.mark.parametrize("seed", range(2))
 def test_everything_dies_at_random_moments(tmp_path: Path, durability, seed: int) -> None:
     made_options = options(8, warehouses=2, max_staleness=1, groups_per_take=2, deterministic=False)
+    warm_up()
     with launcher(FILTERED, made_options, tmp_path, durability=durability) as made:
         events, killed = run(disturbed(made, seed, VICTIMS, 5))
     trained = Counter(row for stage, ids in events if stage == "update" for row in ids)
