@@ -162,6 +162,17 @@ def warm_up() -> None:
     process.join(60)
 
 
+async def stats_at_rest(dock: DistributedDock) -> dict[str, float]:
+    """Statistics once no bytes are left: a retirement is acknowledged before the warehouses have freed its rows."""
+    stats = await dock.stats()
+    for _ in range(100):
+        if not stats["dock/bytes"]:
+            break
+        await asyncio.sleep(0.1)
+        stats = await dock.stats()
+    return stats
+
+
 async def take_and_die(made: Launcher, stage: str, within_s: float) -> list[int]:
     """A reader in a process of its own takes rows, and is killed; the rows (none if it did not get any in time)."""
     ours, theirs = CONTEXT.Pipe(duplex=False)

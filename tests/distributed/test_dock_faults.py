@@ -14,7 +14,7 @@ from docklands.dock.distributed import DistributedDock
 from docklands.dock.launch import Launcher
 from docklands.dock.wire_net import Peer
 from tests.dock_parts import FILTERED, GROUP, options, run
-from tests.dock_processes import Event, client, flow, launcher, take_and_die, warm_up
+from tests.dock_processes import Event, client, flow, launcher, stats_at_rest, take_and_die, warm_up
 
 GROUPS = 128
 
@@ -54,7 +54,7 @@ async def disturbed(made: Launcher, seed: int, victims: list[str], kills: int) -
         await asyncio.wait_for(flow([driver, worker], GROUPS, filtered, events), 60.0)
         killer.cancel()
         await asyncio.gather(killer, return_exceptions=True)
-        stats = await driver.stats()
+        stats = await stats_at_rest(driver)
     assert stats["dock/in_flight"] == stats["dock/bytes"] == 0
     return events, killed
 

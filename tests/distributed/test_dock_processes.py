@@ -35,7 +35,7 @@ from tests.dock_parts import (
     step,
     written,
 )
-from tests.dock_processes import client, flow, launcher
+from tests.dock_processes import client, flow, launcher, stats_at_rest
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_flow_through_three_clients_trains_every_row_once(tmp_path: Path) -> N
         async with AsyncExitStack() as stack:
             docks = [await stack.enter_async_context(client(made, f"client {i}")) for i in range(3)]
             events = await flow(docks, 12, drops)
-            return events, await docks[1].stats(), docks[2].describe()
+            return events, await stats_at_rest(docks[1]), docks[2].describe()
 
     with launcher(FILTERED, options(2, warehouses=2, max_staleness=1), tmp_path) as made:
         events, stats, text = run(main(made))
@@ -226,7 +226,7 @@ def test_a_thousand_steps_leave_memory_as_it_was(tmp_path: Path) -> None:
                 await dock.retire(await step(dock))  # type: ignore[arg-type]
                 if index in (199, 999):
                     sizes.append([process.memory_info().rss for process in family])
-            stats = await dock.stats()
+            stats = await stats_at_rest(dock)
         assert stats["dock/bytes"] == stats["dock/in_flight"] == 0
         assert len(dock._places) == 0 and len(dock._prompts) <= 1
         return sizes
