@@ -27,6 +27,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from docklands.dock import command
 from docklands.dock import control_messages as c
 from docklands.dock.control import Control
 from docklands.dock.control_desk import Desk
@@ -36,7 +37,7 @@ from docklands.dock.options import DockOptions
 from docklands.dock.recover import Journal
 from docklands.dock.wire import CALL, LIMITS, PUSH, REPLY, Buffer, check_size
 from docklands.dock.wire_net import Keys, Listener, Parent
-from docklands.errors import ConfigError, DocklandsError, WireError
+from docklands.errors import ConfigError, WireError
 
 log = logging.getLogger("docklands.dock.control")
 
@@ -226,20 +227,7 @@ def announce(server: Server) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        if len(given) != 1:
-            raise ConfigError("usage: python -m docklands.dock.control_server OPTIONS.json", "- for standard input")
-        try:
-            text = sys.stdin.buffer.read() if given[0] == "-" else Path(given[0]).read_bytes()
-            options = msgspec.json.decode(text, type=ControlOptions)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise ConfigError(f"control options {given[0]}: {error}") from None
-        serve(options, announce)
-    except DocklandsError as error:
-        print(f"docklands: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return command.run("control_server", ControlOptions, lambda options: serve(options, announce), arguments)
 
 
 if __name__ == "__main__":

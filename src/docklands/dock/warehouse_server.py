@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
+from docklands.dock import command
 from docklands.dock import wire_messages as m
 from docklands.dock.arena import SHM, sweep
 from docklands.dock.messages import Notice
@@ -207,20 +207,7 @@ def announce(server: Server) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        if len(given) != 1:
-            raise ConfigError("usage: python -m docklands.dock.warehouse_server OPTIONS.json", "- for standard input")
-        try:
-            text = sys.stdin.buffer.read() if given[0] == "-" else Path(given[0]).read_bytes()
-            options = msgspec.json.decode(text, type=WarehouseOptions)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise ConfigError(f"warehouse options {given[0]}: {error}") from None
-        serve(options, announce)
-    except DocklandsError as error:
-        print(f"docklands: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return command.run("warehouse_server", WarehouseOptions, lambda options: serve(options, announce), arguments)
 
 
 if __name__ == "__main__":
