@@ -98,3 +98,16 @@ def test_pitfall_23_resume_at_the_epoch_boundary(tmp_path: Path) -> None:
         sorted({s["prompt_id"] for step in steps for s in run.read_samples(step)}) for steps in ((1, 2, 3), (4, 5, 6))
     ]
     assert seen == [list(range(6)), list(range(6, 12))]
+
+
+@pytest.mark.parametrize("after", [2, 8])
+def test_resuming_with_another_batch_size_admits_what_the_steps_left_need(after: int, tmp_path: Path) -> None:
+    """Two steps of 4 prompts, then three of another number: no step goes without, no prompt is rolled out in vain."""
+    run = run_here("mix6_grpo.yaml", tmp_path / "run", "run.steps=2")
+    more = ("run.steps=5", f"rollout.prompts_per_step={after}")
+    run_here("mix6_grpo.yaml", tmp_path / "run", *more, resume=True)
+    assert [step for step, _ in run.read_metrics()] == [1, 2, 3, 4, 5]
+    path = checkpoint.latest(run.checkpoints)
+    assert path is not None
+    ledger = checkpoint.load(path, "flow")["dock"]["ledger"]
+    assert ledger["retired"] == ledger["admitted"] == 2 * 4 + 3 * after

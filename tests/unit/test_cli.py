@@ -154,6 +154,22 @@ def test_a_closed_pipe_is_no_error(config: Path) -> None:
         assert process.wait(60) == 0
 
 
+def test_ctrl_c_while_everything_is_imported_is_130(tmp_path: Path) -> None:
+    """The interrupt comes from inside the import of the command, which is where the first 0.3 s go."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+    )
+    code = "from docklands.cli.entry import main; main()"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
+
+
 def test_ctrl_c_is_130(tmp_path: Path) -> None:
     """A command that waits (for a config from a pipe that nobody writes) ends at once, without a traceback."""
     pipe = tmp_path / "pipe.yaml"

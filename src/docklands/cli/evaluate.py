@@ -20,8 +20,9 @@ def evaluate(
 ) -> None:
     """Held-out evaluation: mean@N, best@N, maj@N and pass@k, with 95 % bootstrap intervals over prompts.
 
-    maj@N is the reward of the most frequent completion, compared as a whole; pass@k counts rewards of 1 or more.
-    Prints a table and, as its last line, one JSON object. The run directory stays as it is.
+    maj@N is the reward of the most frequent answer, as the verifier read it, else of the whole completion; pass@k
+    counts rewards of 1 or more. Prints a table and, as its last line, one JSON object. The run directory stays as
+    it is.
     """
     from docklands.errors import ConfigError
 

@@ -27,6 +27,7 @@ EXPECTED = {
     "model_attributes_type": "a section (a mapping of keys)",
 }
 ELSEWHERE = {
+    "answer_key": "reward.functions",
     "batch_size": "rollout.prompts_per_step",
     "beta": "algorithm.kl.coef",
     "cliprange": "algorithm.clip_high",

@@ -134,10 +134,18 @@ ROLLOUT = [
     Metric("rollout/kv_blocks_peak", "pages", "max", "KV-cache pages in use, peak"),
 ]
 
+RESHARD = [
+    Metric("reshard/bytes_received", "B", "sum", "weights that all devices together received from others"),
+    Metric("reshard/peak_bytes", "B", "max", "weights of both sides and messages on the fullest device at once"),
+    Metric("reshard/seconds", "s", "max", "moving the weights, on the slowest device"),
+    Metric("reshard/freed_bytes", "B", "max", "training state that left the fullest device for generation"),
+    Metric("reshard/probe_diff", "nats", "max", "largest difference of a probe token's log-probs, trainer - generator"),
+]
+
 EVALUATION = [
     Metric("val-core/{source}/mean@{n}", "1", "mean", "held-out score, mean over n samples of a prompt"),
     Metric("val-core/{source}/best@{n}", "1", "mean", "held-out score, best of n samples"),
-    Metric("val-core/{source}/maj@{n}", "1", "mean", "held-out score of the most common text of n samples"),
+    Metric("val-core/{source}/maj@{n}", "1", "mean", "held-out score of the most common answer of n samples"),
     Metric(
         "val-core/{source}/pass@{n}", "fraction", "mean", "prompts solved (reward >= 1) within n samples (unbiased)"
     ),
@@ -205,6 +213,7 @@ SECTIONS: dict[str, list[Metric]] = {
     "Rollout correction": CORRECTION,
     "Training": TRAINING,
     "Rollout": ROLLOUT,
+    "Resharding": RESHARD,
     "Evaluation": EVALUATION,
     "Dock": DOCK,
     "Time, speed, memory": MACHINE,

@@ -65,7 +65,8 @@ class RewardSample:
 class RewardOutcome:
     """A sample's score. ok/wrong carry a finite value; timeout/error carry none, and the sample must be dropped.
 
-    info  JSON for people: 'detail' says in one line what went wrong; 'components' of a weighted sum
+    info  JSON for people: 'detail' says in one line what went wrong; 'said' is the answer that a verifier read in the
+          reply (a majority vote compares it); 'components' of a weighted sum
     """
 
     status: Status

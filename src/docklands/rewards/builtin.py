@@ -56,7 +56,7 @@ class ExactMatch:
         said, expected = sample.text.strip(), str(ground_truth(sample.row, self.column)).strip()
         if self.ignore_case:
             said, expected = said.casefold(), expected.casefold()
-        return judged(said == expected)
+        return judged(said == expected, said=said[:200])
 
 
 @REWARDS.add("number")
@@ -73,7 +73,7 @@ class Number:
         if expected is None:
             raise RewardError(f"the answer {ground_truth(sample.row, self.column)!r} holds no number")
         said = first_number(sample.text)
-        return judged(said is not None and said == expected)
+        return judged(said is not None and said == expected, said=None if said is None else str(said.normalize()))
 
 
 @REWARDS.add("format")
@@ -117,7 +117,8 @@ class Cot6:
         worked = text.startswith("<") and ">" in text
         shown, _, answer = text[1:].partition(">") if worked else ("", "", text)
         steps = [_step_is_right(step) for step in shown.split(",")] if worked else []
-        return judged(answer == str(ground_truth(sample.row)), worked=worked, steps_right=bool(steps) and all(steps))
+        right, sound = answer == str(ground_truth(sample.row)), bool(steps) and all(steps)
+        return judged(right, said=answer, worked=worked, steps_right=sound)
 
 
 def _step_is_right(step: str) -> bool:

@@ -87,10 +87,14 @@ class Scorer:
         """Outcomes since the start."""
         return self.budget.counts
 
-    async def score(self, batch: Batch) -> Result:
-        """PROMPT, COMPLETION (and FINISH_REASON, ENV_REWARD, LOSS_MASK) -> REWARD, REWARD_INFO."""
+    async def score(self, batch: Batch, limited: bool = True) -> Result:
+        """PROMPT, COMPLETION (and FINISH_REASON, ENV_REWARD, LOSS_MASK) -> REWARD, REWARD_INFO.
+
+        limited  failures count towards the limit; those of an evaluation do not
+        """
         outcomes = await self.score_samples(samples_of(batch))
-        self.budget.add(outcomes)
+        if limited:
+            self.budget.add(outcomes)
         kept = [i for i, outcome in enumerate(outcomes) if not outcome.dropped]
         written = Batch(
             batch.row_ids[kept],

@@ -6,7 +6,7 @@ Legend: P prompts, N samples per prompt.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import comb
 from typing import Any
 
@@ -22,6 +22,7 @@ from docklands.core.fields import (
     PROMPT,
     PROMPT_ID,
     REWARD,
+    REWARD_INFO,
     SAMPLE_INDEX,
 )
 from docklands.core.protocols import Sampling
@@ -58,13 +59,13 @@ def roll_out(worker: Any, batch: Batch, sampling: Sampling) -> Batch:
 
 
 async def score(scorer: Any, rolled: Batch) -> Batch:
-    """The rows that could be scored, with REWARD added."""
+    """The rows that could be scored, with REWARD and REWARD_INFO added."""
     if not len(rolled):
-        return rolled.with_({REWARD: [], COMPLETION: ()})
-    scored = (await scorer.score(rolled)).batch
+        return rolled.with_({REWARD: [], REWARD_INFO: (), COMPLETION: ()})
+    scored = (await scorer.score(rolled, limited=False)).batch
     if scored is None:
-        return rolled.select([]).with_({REWARD: []})
-    return rolled.by_id(scored.row_ids).with_({REWARD: scored[REWARD]})
+        return rolled.select([]).with_({REWARD: [], REWARD_INFO: ()})
+    return rolled.by_id(scored.row_ids).with_({name: scored[name] for name in (REWARD, REWARD_INFO)})
 
 
 def summarise(scored: Batch, source: str, ks: Sequence[int] = (), asked: int = 0) -> dict[str, float]:
@@ -107,10 +108,20 @@ def aside(scored: Batch, source: str, prompts: int) -> dict[str, float]:
 
 
 def majority(scored: Batch, rows: np.ndarray, rewards: np.ndarray) -> float:
-    """Reward of the most frequent completion of a group (first seen wins a tie)."""
-    texts = [str(scored[COMPLETION][i]).strip() for i in rows]
-    winner = Counter(texts).most_common(1)[0][0]
-    return float(rewards[rows[texts.index(winner)]])
+    """Reward of a group's most frequent answer (first seen wins a tie).
+
+    Replies that a verifier could read vote with the answer that it read; without any, whole completions vote.
+    """
+    said = [answer_of(scored[REWARD_INFO][i]) for i in rows] if REWARD_INFO in scored else []
+    votes = said if any(said) else [str(scored[COMPLETION][i]).strip() for i in rows]
+    winner = Counter(vote for vote in votes if vote).most_common(1)
+    return float(rewards[rows[votes.index(winner[0][0])]]) if winner else float(rewards[rows[0]])
+
+
+def answer_of(info: Mapping[str, Any]) -> str:
+    """What a verifier read in the reply; "" when none read anything."""
+    said = (part.get("said") for part in (info, *info.get("info", {}).values()))
+    return next((str(answer) for answer in said if answer not in (None, "")), "")
 
 
 def sample_records(scored: Batch, most: int = 16) -> list[dict[str, Any]]:
