@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from docklands.errors import ConfigError
+from docklands.obs.drawing import graph_layers
 from docklands.obs.files import LineFile
 from docklands.obs.rundir import RunDir
 from docklands.obs.sinks import JsonlSink
 from docklands.run.report import write_report
-from docklands.run.report_charts import graph_layers, nice_ticks, smoothed
+from docklands.run.report_charts import nice_ticks, smoothed
 from docklands.run.summary import before_and_after
 
 CONFIG = """run:

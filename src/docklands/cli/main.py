@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import typer
 
 from docklands import __version__
-from docklands.cli import config, dock, doctor, evaluate, generate, inspect, models, plan, train
+from docklands.cli import config, dash, dock, doctor, evaluate, generate, inspect, models, plan, train
 from docklands.errors import DocklandsError
 
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
@@ -42,6 +42,7 @@ app.command("export")(models.export)
 app.add_typer(models.importer, name="import")
 app.command("report")(inspect.report)
 app.command("trace")(inspect.trace)
+app.command("dash")(dash.dash)
 
 
 def show_version(value: bool) -> None:

@@ -99,7 +99,7 @@ def parse_line(raw: bytes) -> dict[str, Any] | None:
     """The JSON object of a line; None when it is torn or something else."""
     try:
         row = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 

@@ -58,6 +58,12 @@ ACTOR = [
     Metric("actor/ppo_kl", "nats", "mean", "KL(pi_old || pi) per trained token, estimator k1"),
     Metric("actor/ratio_max", "1", "max", "largest ratio pi / pi_old"),
     Metric("actor/sft_loss", "nats", "mean", "negative log-likelihood per demonstrated token"),
+    Metric("dpo/loss", "nats", "mean", "-log sigma of the margin, per pair, before the update"),
+    Metric("dpo/margin", "nats", "mean", "implicit reward of the chosen less that of the rejected response"),
+    Metric("dpo/accuracy", "fraction", "mean", "pairs whose chosen response has the higher implicit reward"),
+    Metric("dpo/chosen_reward", "nats", "mean", "implicit reward of the chosen response: beta log (pi / pi_ref)"),
+    Metric("dpo/rejected_reward", "nats", "mean", "implicit reward of the rejected response"),
+    Metric("distill/reverse_kl", "nats", "mean", "KL(student || teacher) per sampled token, estimator k1"),
 ]
 
 CRITIC = [
@@ -131,13 +137,13 @@ ROLLOUT = [
     Metric("rollout/batch_size", "sequences", "mean", "sequences per decode step"),
     Metric("rollout/preemptions", "sequences", "sum", "sequences evicted and recomputed for want of cache pages"),
     Metric("rollout/aborted", "samples", "sum", "samples aborted"),
+    Metric("rollout/unfinished", "samples", "max", "samples of groups that wait for another visit (partial rollout)"),
     Metric("rollout/kv_blocks_peak", "pages", "max", "KV-cache pages in use, peak"),
 ]
 
 RESHARD = [
     Metric("reshard/bytes_received", "B", "sum", "weights that all devices together received from others"),
     Metric("reshard/peak_bytes", "B", "max", "weights of both sides and messages on the fullest device at once"),
-    Metric("reshard/seconds", "s", "max", "moving the weights, on the slowest device"),
     Metric("reshard/freed_bytes", "B", "max", "training state that left the fullest device for generation"),
     Metric("reshard/probe_diff", "nats", "max", "largest difference of a probe token's log-probs, trainer - generator"),
 ]
@@ -157,6 +163,7 @@ EVALUATION = [
     Metric("val-aux/{source}/response_length", "tokens", "mean", "response tokens in evaluation"),
     Metric("val-aux/{source}/clipped_ratio", "fraction", "mean", "evaluation samples that ended at the length limit"),
     Metric("val-aux/{source}/prompts", "prompts", "sum", "held-out prompts"),
+    Metric("val-aux/{source}/pass@{n}_prompts", "prompts", "sum", "prompts with n scored samples: those of pass@n"),
 ]
 
 DOCK = [
@@ -189,6 +196,7 @@ MACHINE = [
     Metric("timing_s/update_actor", "s", "sum", "forward, backward and optimizer of the actor"),
     Metric("timing_s/update_critic", "s", "sum", "forward, backward and optimizer of the critic"),
     Metric("timing_s/reshard", "s", "sum", "weight publication"),
+    Metric("timing_s/reshard/move", "s", "max", "of it, moving the weights by plan, on the slowest device"),
     Metric("timing_s/checkpoint", "s", "sum", "saving"),
     Metric("timing_s/eval", "s", "sum", "held-out evaluation"),
     Metric("timing_s/step", "s", "sum", "the whole step, wall clock"),

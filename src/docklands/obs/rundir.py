@@ -2,6 +2,7 @@
 
 config.yaml  graph.json  plan.json  env.json     what was asked for, and where
 metrics.jsonl  spans.jsonl  evals.jsonl          one JSON object a line, appended
+dock.jsonl                                       where the samples stood (obs/flow.py)
 samples/step_000003.jsonl                        some rows of a step
 checkpoints/  log/<role>.<rank>.log  report.html
 .lock                                            held by the process that writes here, and its number
@@ -49,6 +50,7 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.spans = self.path / "spans.jsonl"
         self.evals = self.path / "evals.jsonl"
+        self.flow = self.path / "dock.jsonl"
         self.samples = self.path / "samples"
         self.checkpoints = self.path / "checkpoints"
         self.log = self.path / "log"
@@ -162,13 +164,14 @@ class RunDir:
             lines.append({"step": step, "source": source, "metrics": metrics, "samples": list(samples)})
 
     def truncate_after(self, step: int) -> None:
-        """Forget what a crashed run wrote beyond the checkpoint of `step`: metrics, evaluations, samples.
+        """Forget what a crashed run wrote beyond the checkpoint of `step`: metrics, evaluations, flow, samples.
 
         Files are cut in place, so sinks that are open already go on at the new end.
         """
         with writing(self.path):
             cut_after(self.metrics, step)
             cut_after(self.evals, step)
+            cut_after(self.flow, step)
             for number, path in self.sample_files():
                 if number > step:
                     path.unlink()

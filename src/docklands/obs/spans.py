@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -190,6 +190,19 @@ def assign_lanes(spans: Iterable[dict[str, Any]]) -> list[int]:
 def fits_under(stack: list[tuple[float, Any]], parent: Any, end: float) -> bool:
     """Whether a child of `parent` that ends at `end` nests on top of this lane (start and end are rounded to 1 us)."""
     return bool(stack) and stack[-1][1] == parent and end <= stack[-1][0] + 2e-6
+
+
+def nesting(spans: Sequence[dict[str, Any]], lanes: Sequence[int]) -> list[int]:
+    """How many spans of its own lane enclose each span."""
+    stacks: dict[tuple[Any, ...], list[float]] = {}
+    depths = []
+    for row, lane in zip(spans, lanes):
+        stack = stacks.setdefault((row["role"], row.get("rank"), lane), [])
+        while stack and stack[-1] <= row["start"]:
+            stack.pop()
+        depths.append(len(stack))
+        stack.append(row["start"] + row["duration"])
+    return depths
 
 
 def to_chrome_trace(run_dir: Path) -> dict[str, Any]:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from docklands.obs.drawing import BOX_W, place_graph
+from docklands.obs.spans import nesting
+
 Points = Sequence[tuple[float, float]]
 WIDTH, HEIGHT = 360.0, 178.0
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 8.0, 8.0, 22.0
@@ -189,86 +192,21 @@ def timeline(spans: Sequence[dict[str, Any]], lanes: Sequence[int], window: tupl
     return "".join([*parts, "</svg>"])
 
 
-def nesting(spans: Sequence[dict[str, Any]], lanes: Sequence[int]) -> list[int]:
-    """How many spans of its own lane enclose each span."""
-    stacks: dict[tuple[Any, ...], list[float]] = {}
-    depths = []
-    for row, lane in zip(spans, lanes):
-        stack = stacks.setdefault((row["role"], row.get("rank"), lane), [])
-        while stack and stack[-1] <= row["start"]:
-            stack.pop()
-        depths.append(len(stack))
-        stack.append(row["start"] + row["duration"])
-    return depths
-
-
 # --- the graph ---------------------------------------------------------------------------------------------------
-
-
-def graph_layers(stages: Sequence[dict[str, Any]]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """(column of each stage by longest path, edges without those that a longer path implies)."""
-    writer = {column: s["name"] for s in stages for column in s["writes"]}
-    before = {s["name"]: {writer.get(column, "prompts") for column in s["reads"]} - {s["name"]} for s in stages}
-    layer: dict[str, int] = {"prompts": 0}
-    reach: dict[str, set[str]] = {"prompts": set()}
-    edges = []
-    for stage in stages:  # in order: every writer stands before its readers
-        name = stage["name"]
-        sources = [source for source in before[name] if source in layer] or ["prompts"]
-        layer[name] = 1 + max(layer[source] for source in sources)
-        implied = set().union(*(reach[source] for source in sources))
-        reach[name] = implied | set(sources)
-        edges += [(source, name) for source in sources if source not in implied]
-    return layer, edges
-
-
-BOX_W, GAP_X, GAP_Y, PASS_H = 168.0, 52.0, 18.0, 6.0
-
-
-def graph_columns(layer: dict[str, int], edges: Sequence[tuple[str, str]]) -> tuple[list[list[str]], list[list[str]]]:
-    """(nodes of each column, nodes along each edge). An edge over several columns passes through a slot in each."""
-    columns: list[list[str]] = [[] for _ in range(max(layer.values()) + 1)]
-    for name, column in layer.items():
-        columns[column].append(name)
-    routes = []
-    for source, name in edges:
-        slots = [f"{source}>{name}@{c}" for c in range(layer[source] + 1, layer[name])]
-        for column, slot in enumerate(slots, layer[source] + 1):
-            columns[column].append(slot)
-        routes.append([source, *slots, name])
-    height: dict[str, float] = {}  # relative height of each node, to keep edges from crossing
-    for nodes in columns:
-        sources = {n: [route[route.index(n) - 1] for route in routes if n in route[1:]] for n in nodes}
-        nodes.sort(key=lambda n: sum(height[s] for s in sources[n]) / max(1, len(sources[n])))
-        height.update({n: (i + 0.5) / len(nodes) for i, n in enumerate(nodes)})
-    return columns, routes
 
 
 def graph_svg(stages: Sequence[dict[str, Any]]) -> str:
     """Boxes from left to right; the dashed line is the way of new weights back to the rollout."""
-    layer, edges = graph_layers(stages)
-    columns, routes = graph_columns(layer, edges)
+    placed = place_graph(stages)
     by_name = {s["name"]: s for s in stages}
-    tall = {n: 46 + 14 * len(by_name[n]["writes"]) if n in by_name else PASS_H for nodes in columns for n in nodes}
-    tall["prompts"] = 30
-    tallest = max(sum(tall[n] for n in nodes) + GAP_Y * (len(nodes) - 1) for nodes in columns)
-    at: dict[str, tuple[float, float]] = {}
-    for column, nodes in enumerate(columns):
-        y = (tallest - sum(tall[n] for n in nodes) - GAP_Y * (len(nodes) - 1)) / 2 + 4
-        for name in nodes:
-            at[name] = (column * (BOX_W + GAP_X) + 4, y)
-            y += tall[name] + GAP_Y
-    width, height = len(columns) * (BOX_W + GAP_X) - GAP_X + 8, tallest + 46
+    width, height = placed.size
     parts = [f'<svg viewBox="0 0 {width:g} {height:g}" style="width:{width:g}px;max-width:none">', MARKERS]
-    middle = {name: y + tall[name] / 2 for name, (_, y) in at.items()}
-    parts += [f'<path class="edge" marker-end="url(#m)" d="{route_path(r, at, middle)}"/>' for r in routes]
-    if "update" in at and "rollout" in at:
-        (ux, uy), (rx, ry), low = at["update"], at["rollout"], tallest + 24
-        ux, rx = ux + BOX_W / 2, rx + BOX_W / 2
-        line = f"M{ux:.0f} {uy + tall['update']:.0f}V{low:.0f}H{rx:.0f}V{ry + tall['rollout'] + 3:.0f}"
-        parts.append(f'<path class="edge back" marker-end="url(#mb)" d="{line}"/>')
-        parts.append(f'<text x="{(ux + rx) / 2:.0f}" y="{low + 15:.0f}" text-anchor="middle">new weights</text>')
-    parts += [graph_box(name, by_name.get(name), at[name], tall[name]) for name in layer]
+    parts += [f'<path class="edge" marker-end="url(#m)" d="{route}"/>' for route in placed.routes]
+    if placed.back:
+        x, y = placed.label
+        parts.append(f'<path class="edge back" marker-end="url(#mb)" d="{placed.back}"/>')
+        parts.append(f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="middle">new weights</text>')
+    parts += [graph_box(name, by_name.get(name), at, placed.tall[name]) for name, at in placed.at.items()]
     return "".join([*parts, "</svg>"])
 
 
@@ -277,19 +215,6 @@ MARKERS = "".join(
     f'<path class="head {kind}" d="M0 0L8 4L0 8z"/></marker>'
     for name, kind in (("m", ""), ("mb", "blue"))
 )
-
-
-def route_path(route: Sequence[str], at: dict[str, tuple[float, float]], middle: dict[str, float]) -> str:
-    """A curve from box to box; level while it passes through a column."""
-    x = at[route[0]][0] + BOX_W
-    path = f"M{x:.0f} {middle[route[0]]:.0f}"
-    for before, name in zip(route[:-1], route[1:]):
-        end, half = at[name][0], GAP_X / 2
-        path += f"C{x + half:.0f} {middle[before]:.0f} {end - half:.0f} {middle[name]:.0f} {end:.0f} {middle[name]:.0f}"
-        if name != route[-1]:
-            path += f"H{end + BOX_W:.0f}"
-        x = end + BOX_W
-    return path
 
 
 def graph_box(name: str, stage: dict[str, Any] | None, at: tuple[float, float], h: float) -> str:

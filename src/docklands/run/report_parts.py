@@ -7,6 +7,7 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
+from docklands.obs.drawing import CURVES, plain_stages
 from docklands.obs.spans import assign_lanes
 from docklands.run.report_charts import (
     Points,
@@ -22,19 +23,6 @@ from docklands.run.report_charts import (
 Series = Mapping[str, Points]
 Row = dict[str, Any]
 
-CURVES = (
-    (("critic/rewards/mean", "critic/score/mean"), "Reward", "mean over the step's samples"),
-    (("response_length/mean",), "Response length", "tokens, mean"),
-    (("actor/pg_loss", "actor/sft_loss"), "Loss", "per trained token"),
-    (("actor/kl_loss", "actor/ppo_kl"), "KL divergence", "nats per token"),
-    (("actor/entropy",), "Entropy", "nats per token"),
-    (("actor/grad_norm",), "Gradient norm", "before clipping"),
-    (("perf/throughput", "perf/gen_tokens_per_s"), "Throughput", "tokens/s"),
-    (("critic/vf_loss",), "Value loss", "per trained token"),
-    (("completions/clipped_ratio",), "Cut at the limit", "share of samples"),
-    (("frac_reward_zero_std",), "Groups without signal", "share with equal rewards"),
-    (("memory/rss_mib",), "Memory", "resident MiB"),
-)
 MOST_TEXT = 4000
 STEPS_SHOWN, ROWS_SHOWN = 10, 8
 
@@ -313,11 +301,8 @@ def step_window(spans: Sequence[Row]) -> tuple[float, float]:
 
 def graph_section(graph: Mapping[str, Any]) -> str:
     """The algorithm's dataflow; graph.json of another shape counts as missing."""
-    stages = graph.get("stages")
-    keys = ("name", "role", "by", "reads", "writes")
-    good = isinstance(stages, list) and all(isinstance(s, dict) and all(k in s for k in keys) for s in stages)
-    if not stages or not good:
+    plain = plain_stages(graph)
+    if not plain:
         return missing("No graph: graph.json is missing.")
-    plain = [{k: [str(c) for c in s[k]] if k in ("reads", "writes") else str(s[k]) for k in keys} for s in stages]
     note = '<p class="note">Arrows show the nearest dependency; hover a box for the columns it reads.</p>'
     return f'<div class="card"><div class="scroll">{graph_svg(plain)}</div>{note}</div>'

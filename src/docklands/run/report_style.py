@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-LIGHT = """color-scheme: light; --bg:#f6f7f9; --card:#fff; --ink:#19212d; --muted:#5f6b7c; --line:#e3e7ed;
-  --soft:#f1f4f8; --accent:#2563eb; --good:#0f7b55; --goodbg:#e2f5ec; --bad:#b4391a; --badbg:#fcebe5; --c0:#2f6fde;
-  --c1:#e07b1f; --c2:#1f9d78; --c3:#b64fc8; --c4:#d23f57; --c5:#7a8599; --c6:#c2a20b; --c7:#19a3bd;"""
-
-DARK = """color-scheme: dark; --bg:#0e131a; --card:#161d27; --ink:#e4e9f0; --muted:#94a1b3; --line:#293341;
-  --soft:#1c2531; --accent:#74a9ff; --good:#5fd3a3; --goodbg:#12352a; --bad:#ff9b7d; --badbg:#40221a; --c0:#5b93f5;
-  --c1:#e8913f; --c2:#35b58e; --c3:#c774d6; --c4:#e2627a; --c5:#8a96a8; --c6:#c9ac33; --c7:#37b3cc;"""
-
-THEMES = f"""
-:root {{ {LIGHT} }}
-@media (prefers-color-scheme: dark) {{ :root {{ {DARK} }} }}
-:root[data-theme=light] {{ {LIGHT} }}
-:root[data-theme=dark] {{ {DARK} }}
-"""
+from docklands.obs.drawing import THEMES
 
 RULES = """
 * { box-sizing: border-box; }
