@@ -24,6 +24,8 @@ PRESETS = [
     ("mix6_reinforce_pp_kl.yaml", ()),
     ("mix6_gspo.yaml", ()),
     ("mix6_cispo.yaml", ()),
+    ("mix6_dpo.yaml", ("rollout.samples_per_prompt=2",)),
+    ("mix6_distill.yaml", ()),
     ("warm_mix6.yaml", ("rollout.samples_per_prompt=1",)),
 ]
 
@@ -42,7 +44,7 @@ def test_preset_runs_three_steps(recipe: str, more: tuple[str, ...], tmp_path: P
     assert path is not None
     trained = checkpoint.load(path, "actor")["model"]
     start = models.build(models.read_config(ROOT / "assets/tiny-char"), seed=42).state_dict()
-    if not recipe.startswith("warm"):
+    if not recipe.startswith(("warm", "mix6_distill")):
         start = models.load(ROOT / "assets/mix6-warm").state_dict()
     moved = [name for name in start if not torch.equal(start[name], trained[name])]
     assert len(moved) == len(start), sorted(set(start) - set(moved))

@@ -82,7 +82,7 @@ def test_ppo_has_two_learners() -> None:
 
 
 def test_names_and_users_own() -> None:
-    assert ALGORITHMS.names() == sorted([*POLICIES, "sft"])
+    assert ALGORITHMS.names() == sorted([*POLICIES, "sft", "dpo", "distill"])
     assert type(algorithm("docklands.algorithms.rloo:RLOO", {"samples_per_update": 0})).__name__ == "RLOO"
     with pytest.raises(ConfigError, match="did you mean 'grpo'"):
         algorithm("grppo")
@@ -121,6 +121,7 @@ def test_pitfall_12_a_group_of_one_is_refused() -> None:
         ("grpo", {"lam": 0.9}, {}, "lam"),
         ("grpo", {"value_clip": 0.1}, {}, "value_clip"),
         ("grpo", {"critic_warmup_steps": 2}, {}, "critic_warmup_steps"),
+        ("ppo", {"critic_warmup_steps": 5}, {"run": {"steps": 5}}, "the actor would never be trained"),
         ("reinforce_pp", {"lam": 0.9}, {}, "lam"),
         ("grpo", {"correction": {"max_ratio": 3.0}}, {}, "correction.max_ratio"),
         ("grpo", {"correction": {"mode": "token_tis", "min_ratio": 0.5}}, {}, "correction.min_ratio"),

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from docklands.config.schema import DataSection, EvalSection
-from docklands.data.rows import normal_row, prompt_key_text, render_prompt
+from docklands.data.rows import normal_row, prompt_key_text, render_prompt, render_response
 from docklands.data.sources import open_file, split_held_out
-from docklands.data.stream import open_source, open_splits
+from docklands.data.stream import PromptStream, open_source, open_splits
 from docklands.data.tokenizer import CharTokenizer
 from docklands.errors import ConfigError, DataError, DocklandsError
 
@@ -56,6 +56,8 @@ def test_datasets_directory(tmp_path: Path) -> None:
         ("a.jsonl", "\n\n", "no rows"),
         ("a.json", '{"x": 1}', "expected a list of objects"),
         ("a.json", "nonsense", "not readable as JSON"),
+        ("a.jsonl", '{"prompt": ' + "[" * 100000 + "]" * 100000 + "}", "a.jsonl, line 1: JSON nested too deep"),
+        ("a.json", '[{"prompt": ' + "[" * 100000 + "]" * 100000 + "}]", "not readable as JSON"),
         ("a.parquet", "nonsense", "not readable as parquet"),
         ("a.csv", "x", "unknown kind '.csv'"),
     ],
@@ -207,3 +209,34 @@ def test_reasoning_gym_rows_and_bad_config() -> None:
         with pytest.raises(DocklandsError) as caught:
             open_source("reasoning_gym:countdown", args)
         assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"prompt": "x\\ud800y"}', r"a.jsonl, line 2: text with a lone surrogate \ud800 at position 1"),
+        ('{"prompt": [{"role": "user", "content": "\\udc00"}]}', "a.jsonl, line 2: text with a lone surrogate"),
+        ('{"prompt": "1", "\\ud800": 1}', "a.jsonl, line 2: text with a lone surrogate"),
+        ('{"prompt": "1", "x": ["\\ud800"]}', "a.jsonl, line 2, column 'x': text with a lone surrogate"),
+        ('{"prompt": "1", "x": ' + "[" * 900 + "]" * 900 + "}", "line 2, column 'x': lists or objects are nested more"),
+        ('{"prompt": ' + '{"a": ' * 900 + "1" + "}" * 900 + "}", "line 2: 'prompt' must be text or a non-empty list"),
+        ('{"prompt": "\u65e5"}', "a.jsonl, line 2: character '\u65e5' at position 0 is not in the character tokenizer"),
+        ('{"prompt": "1", "tools": [1]}', "a.jsonl, line 2: the character tokenizer cannot render tools"),
+    ],
+)
+def test_rows_that_no_tokenizer_takes_are_named(tmp_path: Path, line: str, says: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "12="}\n' + line + "\n")
+    stream = PromptStream(open_file(str(tmp_path / "a.jsonl")), CharTokenizer("0123456789="), DataSection(), seed=1)
+    with pytest.raises(DataError) as caught:
+        stream.check()
+    assert says in str(caught.value) and "\n" not in str(caught.value) and type(caught.value) is DataError
+
+
+def test_whole_surrogate_pairs_are_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "\\ud83d\\ude00"}\n')
+    assert normal_row(open_file(str(tmp_path / "a.jsonl"))[0], "prompt", "here") == {"prompt": "\U0001f600"}
+
+
+def test_a_response_that_cannot_be_tokenised_is_named() -> None:
+    with pytest.raises(DataError, match="prompt 7: character 'x' at position 1"):
+        render_response({"response": "1x"}, CharTokenizer("0123456789="), "prompt 7")

@@ -151,3 +151,24 @@ def test_missing_prompt_key_while_streaming(tmp_path: Path) -> None:
     source = ListSource("rows.jsonl", [{"prompt": "1"}, {"text": "2"}])
     with pytest.raises(DataError, match=r"rows.jsonl, row 2: no prompt key 'prompt'.*keys present: text"):
         PromptStream(source, TOKENIZER, DataSection(chat=False, shuffle=False), 0).take(2)
+
+
+def test_resuming_with_other_rows_of_the_same_number_is_refused() -> None:
+    """Pitfall 26's kind: prompt ids of the first run would silently mean other prompts."""
+    rows = [{"prompt": f"{i}=", "n": i} for i in range(500)]
+
+    def over(name: str, rows: list[dict], **config: object) -> PromptStream:
+        return PromptStream(ListSource(name, rows), TOKENIZER, DataSection(chat=False, **config), 1)  # type: ignore[arg-type]
+
+    first = over("a", rows)
+    first.take(3)
+    state = first.state_dict()
+    with pytest.raises(CheckpointError, match="b: other rows than those of a when saved"):
+        over("b", [{**row, "prompt": f"{row['n'] + 1}="} for row in rows]).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="other rows"):  # the answers count too
+        over("a", [{**row, "n": 0} for row in rows]).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="other rows"):  # the last row alone
+        over("a", [*rows[:-1], {"prompt": "0=", "n": 499}]).load_state_dict(state)
+    moved = over("moved", [{"n": row["n"], "question": row["prompt"]} for row in rows], prompt_key="question")
+    moved.load_state_dict(state)
+    assert moved.position == 3

@@ -25,7 +25,7 @@ ALGORITHMS: Registry[type[Algorithm]] = Registry(
     "algorithm",
     tuple(
         f"docklands.algorithms.{name}"
-        for name in ("grpo", "dapo", "ppo", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo", "sft")
+        for name in ("grpo", "dapo", "ppo", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo", "sft", "dpo", "distill")
     ),
 )
 """Algorithms by name. A user's own is "package.module:Class", a subclass of Algorithm."""
@@ -48,7 +48,8 @@ class Algorithm(ABC):
     reads        keys of `config.algorithm` that it reads, beside the ones that every run reads
     own          its own values of keys that may be null or auto
     needs_group  its estimator compares the samples of a prompt, so it needs at least two
-    learns_from  "samples" of the policy, scored; or given "demonstrations"
+    learns_from  "samples" of the policy; or given "demonstrations" or "preferences"
+    reads_reference  it needs the reference model whatever `kl.coef` is
     Raises ConfigError for a config that contradicts the algorithm.
     """
 
@@ -58,6 +59,7 @@ class Algorithm(ABC):
     has_critic: ClassVar[bool] = False
     single_update: ClassVar[bool] = False
     learns_from: ClassVar[str] = "samples"
+    reads_reference: ClassVar[bool] = False
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -97,7 +97,7 @@ def check_kl(algorithm: Algorithm) -> None:
                     f"algorithm.kl.{key} is set, but algorithm.kl.coef is 0: no KL term reads it",
                     "set algorithm.kl.coef (0.001 is usual), or remove the key",
                 )
-        if algorithm.config.reference.path:
+        if algorithm.config.reference.path and not algorithm.reads_reference:
             raise ConfigError(
                 "reference.path is set, but algorithm.kl.coef is 0: nothing would read the reference",
                 "set algorithm.kl.coef, or remove reference.path",
@@ -156,7 +156,13 @@ def check_other_sections(algorithm: Algorithm) -> None:
         return
     if config.reward.functions:
         raise ConfigError(f"reward.functions is set, but algorithm {algorithm.name!r} scores nothing", "remove it")
-    if config.rollout.samples_per_prompt != 1:
+    if algorithm.learns_from == "preferences" and config.rollout.samples_per_prompt != 2:
+        raise ConfigError(
+            f"algorithm {algorithm.name!r} compares a chosen and a rejected response; rollout.samples_per_prompt is "
+            f"{config.rollout.samples_per_prompt}",
+            "set rollout.samples_per_prompt to 2",
+        )
+    if algorithm.learns_from == "demonstrations" and config.rollout.samples_per_prompt != 1:
         raise ConfigError(
             f"algorithm {algorithm.name!r} would train each demonstration {config.rollout.samples_per_prompt} times a "
             "step",

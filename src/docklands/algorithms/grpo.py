@@ -19,7 +19,7 @@ class GRPO(GroupAlgorithm):
 
     The paper averages each response's tokens first, clips at 0.2 on both sides and has a KL term. The defaults here
     are what the field has moved to: one mean over all tokens, a higher upper clip, no KL. The paper's form is
-    `aggregation: sequence_mean`, `clip_high: 0.2`, `kl: {coef: 0.04}`.
+    `aggregation: sequence_mean`, `clip_high: 0.2`, `kl: {coef: 0.04}`, up to the gradient of its KL term: see kl.py.
     """
 
     reads: ClassVar[frozenset[str]] = GroupAlgorithm.reads | CLIP

@@ -17,6 +17,8 @@ of an expectation under pi is not the expectation of the gradient:
 So the loss shows the chosen estimator's value and takes k2's gradient (straight through) for all three. For k3 that is
 also what differentiating ratio x k3 at ratio 1 gives. The GRPO paper (arXiv 2402.03300, eq. 4) differentiates k3
 itself; near the reference, where exp(-d) = 1 - d, the two agree to first order.
+The term carries neither the ratio pi / pi_old nor a correction's weight: its expectation is under the policy that
+sampled, so of several updates per step only the first, at ratio 1, takes exactly this gradient.
 As everywhere in this field the sum runs over per-token terms: a token's effect on later tokens' KL is left out.
 """
 

@@ -14,6 +14,7 @@ from docklands.core.batch import Batch, Packed
 from docklands.core.fields import LOSS_MASK, RETURNS, TOKEN_ADVANTAGES, VALUES, Field
 from docklands.core.loss import Denominators, LossResult, ModelOutput
 from docklands.core.stage import By, Learner, Result
+from docklands.errors import ConfigError
 
 
 @ALGORITHMS.add("ppo")
@@ -30,6 +31,15 @@ class PPO(PolicyAlgorithm):
     has_critic: ClassVar[bool] = True
     advantage_field: ClassVar[Field] = TOKEN_ADVANTAGES
     by: ClassVar[By] = "step"
+
+    def check(self) -> None:
+        super().check()
+        waits, steps = self.section.critic_warmup_steps, self.config.run.steps
+        if waits >= steps:
+            raise ConfigError(
+                f"algorithm.critic_warmup_steps is {waits} and run.steps is {steps}: the actor would never be trained",
+                "lower the one or raise the other",
+            )
 
     def advantage_reads(self) -> tuple[Field, ...]:
         return tuple(dict.fromkeys([*super().advantage_reads(), LOSS_MASK, VALUES]))

@@ -31,6 +31,7 @@ from docklands.core.fields import (
     REWARD,
     REWARD_INFO,
     ROLLOUT_LOGPROBS,
+    SAMPLE_INDEX,
     TOKEN_IDS,
     VALUES,
     WEIGHT_VERSIONS,
@@ -72,6 +73,10 @@ def run_demonstrate(demonstrator: Any, batch: Batch) -> Batch | Result:
     return demonstrator.demonstrate(batch)
 
 
+def run_prefer(demonstrator: Any, batch: Batch) -> Batch | Result:
+    return demonstrator.prefer(batch)
+
+
 def run_filter_groups(algorithm: Algorithm, batch: Batch) -> Result:
     return algorithm.filter_groups(batch)
 
@@ -101,6 +106,7 @@ REWARDS = Stage(
 )
 FILTER = Stage("filter_groups", "advantage", (GROUP_ID, REWARD), (KEPT,), run_filter_groups)
 DEMONSTRATE = Stage("demonstrate", "data", (PROMPT_ID, PROMPT_TOKENS, PROMPT), (TOKEN_IDS, LOSS_MASK), run_demonstrate)
+PREFER = Stage("prefer", "data", (PROMPT_ID, SAMPLE_INDEX, PROMPT_TOKENS, PROMPT), (TOKEN_IDS, LOSS_MASK), run_prefer)
 
 FORWARD: Fields = (GROUP_ID, TOKEN_IDS, LOSS_MASK)
 """What an engine's forward pass reads; GROUP_ID lets it compute a group's prompt once."""

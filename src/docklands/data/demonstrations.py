@@ -1,11 +1,11 @@
-"""Demonstrations for supervised fine-tuning: the resource of the `demonstrate` stage."""
+"""Given responses: the resource of the `demonstrate` stage (supervised fine-tuning) and of `prefer` (pairs)."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from docklands.core.batch import Batch, Jagged
-from docklands.core.fields import LOSS_MASK, PROMPT, PROMPT_ID, PROMPT_TOKENS, TOKEN_IDS
+from docklands.core.fields import LOSS_MASK, PROMPT, PROMPT_ID, PROMPT_TOKENS, SAMPLE_INDEX, TOKEN_IDS
 from docklands.data.rows import render_response
 from docklands.data.tokenizer import Tokenizer
 from docklands.errors import DataError
@@ -22,12 +22,21 @@ class Demonstrator:
         self._most = max_response_tokens
 
     def demonstrate(self, batch: Batch) -> Batch:
-        """PROMPT_TOKENS, PROMPT -> TOKEN_IDS, LOSS_MASK."""
+        """PROMPT_TOKENS, PROMPT -> TOKEN_IDS, LOSS_MASK: the row's 'response'."""
+        return self._write(batch, ["response"] * len(batch))
+
+    def prefer(self, batch: Batch) -> Batch:
+        """PROMPT_TOKENS, PROMPT, SAMPLE_INDEX -> TOKEN_IDS, LOSS_MASK: sample 0 is the row's 'chosen' response, sample
+        1 its 'rejected' one.
+        """
+        return self._write(batch, [("chosen", "rejected")[k] for k in batch[SAMPLE_INDEX].tolist()])
+
+    def _write(self, batch: Batch, keys: list[str]) -> Batch:
         prompts: Jagged = batch[PROMPT_TOKENS]
         tokens, masks = [], []
         for i, row in enumerate(batch[PROMPT]):
             where = f"prompt {int(batch[PROMPT_ID][i])}"
-            response, trained = render_response(row, self._tokenizer, where)
+            response, trained = render_response(row, self._tokenizer, where, keys[i])
             if len(response) > self._most:
                 raise DataError(
                     f"{where}: the response has {len(response)} tokens, the limit is {self._most}",

@@ -16,8 +16,8 @@ from docklands.errors import ConfigError, DataError
 
 Row = dict[str, Any]
 READ_HINT = (
-    "data.source takes .jsonl, .json, .parquet, a `datasets` directory, task:NAME, reasoning_gym:NAME "
-    "or demonstrations:NAME"
+    "data.source takes .jsonl, .json, .parquet, a `datasets` directory, task:NAME, reasoning_gym:NAME, "
+    "demonstrations:NAME or preferences:NAME"
 )
 
 
@@ -137,12 +137,14 @@ def _parse(line: str, where: str) -> Any:
         return json.loads(line)
     except ValueError as error:
         raise DataError(f"{where}: not JSON: {error}", "one JSON object a line; a list of objects is .json") from error
+    except RecursionError:
+        raise DataError(f"{where}: JSON nested too deep to be read", "keep such a value as text") from None
 
 
 def _read_json(path: Path) -> Source:
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: not readable as JSON: {error}", "one object a line is .jsonl") from error
     if isinstance(content, dict) and isinstance(content.get("data"), list):
         content = content["data"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,9 +16,12 @@ from docklands.config.schema import DataSection, EvalSection
 from docklands.data.reasoning import open_reasoning_gym
 from docklands.data.rows import Row, normal_row, render_prompt
 from docklands.data.sources import Source, Subset, open_file, split_held_out
-from docklands.data.tasks import open_demonstrations, open_task
+from docklands.data.tasks import open_demonstrations, open_preferences, open_task
 from docklands.data.tokenizer import Tokenizer
 from docklands.errors import CheckpointError, ConfigError, DataError
+
+COMPARED = 64
+"""Rows that tell whether a resumed run has the data of the first one: evenly spread, from the first to the last."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +130,18 @@ class PromptStream:
         truncated = self.truncated
         rendered = [self._render(index) is not None for index in order]
         self.truncated = truncated
+        _ = self.fingerprint
         if len(order) == self.size and not any(rendered):
             raise self._nothing_fits()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of some rows in their normal form: equal for the same data under another name or key."""
+        digest = hashlib.blake2b(digest_size=16)
+        for index in np.unique(np.linspace(0, self.size - 1, COMPARED).astype(np.int64)).tolist():
+            row = normal_row(self.source[index], self.config.prompt_key, self.source.where(index))
+            digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
+        return digest.hexdigest()
 
     def _prompt_size(self, index: int) -> int:
         """Characters of a row's prompt, as a measure; DataError for a row that cannot be used."""
@@ -142,10 +158,11 @@ class PromptStream:
             "seed": self.seed,
             "shuffle": self.config.shuffle,
             "source": self.source.name,
+            "fingerprint": self.fingerprint,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position. CheckpointError when the data changed underneath it."""
+        """Go to a saved position. CheckpointError when the data changed underneath it: prompt ids would mean others."""
         here = self.state_dict()
         for key in ("size", "seed", "shuffle"):
             if state.get(key) != here[key]:
@@ -153,6 +170,12 @@ class PromptStream:
                     f"{self.source.name}: data {key} was {state.get(key)!r} when saved and is {here[key]!r} now",
                     "resume with the data and seed of the first run",
                 )
+        if state["fingerprint"] != here["fingerprint"]:
+            raise CheckpointError(
+                f"{self.source.name}: other rows than those of {state['source']} when saved "
+                f"(of {self.size}, {min(COMPARED, self.size)} were compared)",
+                "resume with the data of the first run, or start a new run",
+            )
         self.position = int(state["position"])
         self.dropped = int(state["dropped"])
         self.truncated = int(state["truncated"])
@@ -202,6 +225,8 @@ def open_source(spec: str, args: Mapping[str, Any] | None = None, held_out: bool
         return open_task(name, args, held_out)
     if kind == "demonstrations":
         return open_demonstrations(name, args)
+    if kind == "preferences":
+        return open_preferences(name, args)
     if kind == "reasoning_gym":
         return open_reasoning_gym(name, args)
     if args:

@@ -76,6 +76,21 @@ def open_demonstrations(name: str, args: Mapping[str, Any] | None = None, seed: 
     return ListSource(f"task:{name}[demonstrations]", rows)
 
 
+def open_preferences(name: str, args: Mapping[str, Any] | None = None, seed: int = 0) -> Source:
+    """Rows {"prompt", "chosen", "rejected", ...}: the answer, and a demonstration that is another one.
+
+    Rows whose demonstration is the answer are left out. See open_demonstrations for the rest.
+    """
+    pairs = []
+    demonstrations = open_demonstrations(name, args, seed)
+    for index in range(len(demonstrations)):
+        row = dict(demonstrations[index])
+        rejected = row.pop("response")
+        if isinstance(rejected, str) and rejected != row["answer"]:
+            pairs.append({**row, "chosen": row["answer"], "rejected": rejected})
+    return ListSource(f"task:{name}[preferences]", pairs)
+
+
 def _get(name: str) -> Task:
     task = TASKS.get(name)
     if not isinstance(task, Task):
@@ -91,6 +106,8 @@ def _check_args(what: str, function: Callable[..., Any], given: Mapping[str, Any
         default = known[key].default
         if isinstance(default, int) and (not isinstance(value, int) or isinstance(value, bool)):
             raise ConfigError(f"{what}: {key} must be a whole number, not {value!r}")
+        if key == "seed" and value < 0:
+            raise ConfigError(f"{what}: seed must be 0 or more, not {value}")
         numbers = isinstance(value, list | tuple) and all(isinstance(x, int | float) for x in value)
         if isinstance(default, tuple) and not numbers:
             raise ConfigError(f"{what}: {key} must be a list of numbers, not {value!r}")

@@ -215,7 +215,10 @@ def _eos_ids(own: int | None, directory: Path) -> set[int]:
     path = directory / "generation_config.json"
     if path.is_file():
         listed = _read_json(path).get("eos_token_id")
-        found.update(int(i) for i in (listed if isinstance(listed, list) else [listed]) if i is not None)
+        ids = [i for i in (listed if isinstance(listed, list) else [listed]) if i is not None]
+        if any(type(i) is not int or i < 0 for i in ids):
+            raise DataError(f"{path}: eos_token_id is {listed!r}, expected the id of a token or a list of ids")
+        found.update(ids)
     if not found:
         raise DataError(f"{directory}: no end-of-sequence token", "set eos_token in tokenizer_config.json")
     return found
@@ -224,7 +227,7 @@ def _eos_ids(own: int | None, directory: Path) -> set[int]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: not readable as JSON: {_one_line(error)}") from error
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object, found {type(content).__name__}")
