@@ -53,7 +53,7 @@ class Jagged:
     @property
     def lengths(self) -> np.ndarray:
         """Length of each row, int64 [B]."""
-        return np.diff(self.offsets)
+        return self.offsets[1:] - self.offsets[:-1]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -81,7 +81,9 @@ Column = Jagged | Tensor | tuple[Any, ...]
 
 def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     """Exclusive prefix sum with the total at the end, int64 [B + 1]."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(lengths, np.int64), dtype=np.int64)])
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, dtype=np.int64, out=offsets[1:])
+    return offsets
 
 
 def make_column(field: Field[Any], value: Any, rows: int) -> Column:
@@ -136,7 +138,7 @@ class Batch:
             return
         first, reference = next(iter(token_columns.items()))
         for field, column in token_columns.items():
-            if not np.array_equal(column.lengths, reference.lengths):
+            if column.offsets is not reference.offsets and not np.array_equal(column.lengths, reference.lengths):
                 row = int(np.nonzero(column.lengths != reference.lengths)[0][0])
                 raise DockError(
                     f"column {field.name} has {column.lengths[row]} tokens in row {self.row_ids[row]}, "

@@ -51,6 +51,11 @@ class Rows:
             self.row_ids[index], self.group_ids[index], self.lengths[index], self.places[index], self.stage, self.lease
         )
 
+    def split(self, row_ids: Sequence[int]) -> tuple[Rows, Rows]:
+        """(those that are not among `row_ids`, those that are); both stay under the same lease."""
+        chosen = np.isin(self.row_ids, np.asarray(row_ids, np.int64))
+        return self.select(np.flatnonzero(~chosen)), self.select(np.flatnonzero(chosen))
+
     def minibatches(self, samples: int) -> list[Rows]:
         """Consecutive pieces of at most `samples` rows."""
         return [self.select(np.arange(i, min(i + samples, len(self)))) for i in range(0, len(self), samples)]
@@ -58,10 +63,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a worker reports of a stage run: ids and numbers, no tensor."""
+    """What a worker reports of a stage run: ids and numbers, no tensor. See Result for what they mean."""
 
     dropped: Mapping[int, str] = field(default_factory=dict)
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    later: Sequence[int] = ()
 
 
 class DockClient(Protocol):
@@ -142,13 +148,15 @@ class Sampling:
 class Request:
     """One sample to generate. Requests with equal `prompt` share one prefill.
 
-    seed  64-bit key of this sample's random stream; position p of the response draws from hash(seed, p)
+    seed   64-bit key of this sample's random stream; position p of the response draws from hash(seed, p)
+    drawn  positions of the response that `prompt` holds already: a sample that goes on where it was interrupted
     """
 
     prompt: tuple[int, ...]
     sampling: Sampling
     seed: int
     request_id: int = 0
+    drawn: int = 0
 
 
 @dataclass(frozen=True)

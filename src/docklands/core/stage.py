@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,11 +23,13 @@ class Result:
     batch    the written columns for the rows that go on (None: no column, e.g. a filter or a description)
     dropped  row id -> reason, for rows that leave the flow here; the rest of their group goes on without them
     metrics  metric name -> (sum, count)
+    later    rows that the stage has begun and wants to get again, whole groups where it works by group
     """
 
     batch: Batch | None = None
     dropped: Mapping[int, str] = field(default_factory=dict)
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    later: Sequence[int] = ()
 
 
 StageFn = Callable[[Any, "Batch"], "Result | Batch | None | Any"]

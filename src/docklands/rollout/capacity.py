@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import psutil
 import torch
@@ -65,9 +65,16 @@ def _first(requests: Sequence[Request], prompt: tuple[int, ...]) -> int:
     return next(request.request_id for request in requests if request.prompt == prompt)
 
 
-def cache_pages(requests: Sequence[Request], section: RolloutSection, config: ModelConfig, dtype: torch.dtype) -> int:
+def cache_pages(
+    requests: Sequence[Request],
+    section: RolloutSection,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    agree: Callable[[int], int] = lambda pages: pages,
+) -> int:
     """Pages of the KV cache: as configured, or what max_batch of these requests need, within half of the free memory.
 
+    agree  what there is room for here -> what there is room for everywhere
     RolloutError naming a request that does not fit alone.
     """
     size = section.kv_block_tokens
@@ -80,7 +87,7 @@ def cache_pages(requests: Sequence[Request], section: RolloutSection, config: Mo
         wanted = sum(sorted(own, reverse=True)[: section.max_batch]) + sum(shared[: section.max_batch])
         spare = section.max_batch // 4 + 2  # headroom that admission keeps
         page_bytes = config.kv_bytes_per_token * dtype.itemsize * size
-        pages = min(wanted + spare + 1, max(2, int(MEMORY_FRACTION * free_memory()) // page_bytes))
+        pages = agree(min(wanted + spare + 1, max(2, int(MEMORY_FRACTION * free_memory()) // page_bytes)))
     for request, mine, shared_pages in zip(requests, own, prompt):
         if mine + shared_pages > pages - 1:
             raise RolloutError(

@@ -43,6 +43,9 @@ class Decoder(Protocol):
 
     def rows(self, rows: int) -> int: ...
 
+    @property
+    def device(self) -> torch.device: ...
+
 
 class ModelDecoder:
     """The modules as they are: every device, every architecture."""
@@ -57,13 +60,21 @@ class ModelDecoder:
     def logits(self, hidden_TD: Tensor) -> Tensor:
         return self._model.logits(hidden_TD)
 
+    @property
+    def device(self) -> torch.device:
+        return self._model.head_weight.device
+
     def rows(self, rows: int) -> int:
         """The next bucket; on CPU at least the one from which on all products give a row the same bits."""
-        weight, threads = self._model.head_weight, torch.get_num_threads()
-        if weight.device.type == "cpu" and self._floor[0] != threads:
-            products = {(type(p), p.shape, dtype): p for p, dtype in _products(self._model)}
-            self._floor = threads, max(row_floor(p, dtype) for (_, _, dtype), p in products.items())
+        threads = torch.get_num_threads()
+        if self._model.head_weight.device.type == "cpu" and self._floor[0] != threads:
+            self._floor = threads, self.find_floor()
         return bucket(max(rows, self._floor[1]))
+
+    def find_floor(self) -> int:
+        """The row count from which on all products give a row the same bits."""
+        products = {(type(p), p.shape, dtype): p for p, dtype in _products(self._model)}
+        return max(row_floor(p, dtype) for (_, _, dtype), p in products.items())
 
 
 class _Plain(Product):
@@ -198,6 +209,10 @@ class DenseDecoder:
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """-> logits_TV in the compute dtype."""
         return self._head(hidden_TD)
+
+    @property
+    def device(self) -> torch.device:
+        return self._embed.device
 
 
 def decoder_for(model: CausalLM) -> Decoder:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +27,7 @@ from docklands.core.fields import (
     FINISH_NAMES,
     FINISH_REASON,
     FINISH_STOP,
+    GROUP_ID,
     LOSS_MASK,
     PROMPT,
     PROMPT_ID,
@@ -41,6 +42,7 @@ from docklands.core.protocols import Generation, Request, RolloutEngine, Samplin
 from docklands.core.stage import Result
 from docklands.errors import ConfigError, RolloutError
 from docklands.rollout.failures import EnvFailures, fail
+from docklands.rollout.partial import Unfinished, of_unfinished_groups
 from docklands.rollout.queue import WorkQueue
 from docklands.rollout.sampling import sample_seed
 from docklands.rollout.trajectory import Env, Episode
@@ -71,6 +73,15 @@ class Step(Protocol):
     def done(self) -> bool: ...
 
 
+@dataclass(frozen=True)
+class _How:
+    """Of one visit: how to sample, the part of seeds that it decides, tokens of a sample at most (0: all it needs)."""
+
+    sampling: Sampling
+    visit: int
+    most: int
+
+
 class RolloutWorker:
     """The resource of the role "rollout": engines, tokenizer, environments.
 
@@ -96,6 +107,7 @@ class RolloutWorker:
         self._stop_ids = (*sorted(tokenizer.eos_ids), *(self._stop_id(text) for text in section.stop))
         self._aborted = threading.Event()
         self._failures = EnvFailures(getattr(env_factory, "failures", None))
+        self._unfinished = Unfinished()
 
     def _stop_id(self, text: str) -> int:
         ids = self._tokenizer.encode(text)
@@ -120,7 +132,8 @@ class RolloutWorker:
 
         Reads PROMPT_ID, SAMPLE_INDEX, PROMPT_TOKENS, PROMPT. Writes TOKEN_IDS, LOSS_MASK, ROLLOUT_LOGPROBS,
         WEIGHT_VERSIONS, FINISH_REASON, COMPLETION, ENV_REWARD (and router choices, when recorded) for the rows that go
-        on; a row whose environment failed is dropped with the reason "env_error: ..." or "env_timeout: ...".
+        on; a row whose environment failed is dropped with the reason "env_error: ..." or "env_timeout: ...". Groups
+        that are not finished within rollout.partial_tokens are asked for again (see rollout.partial).
 
         sampling  other than the training one (evaluation); without stop ids it gets the tokenizer's
         visit     part of every sample's seed, for another draw of the same prompts
@@ -131,43 +144,54 @@ class RolloutWorker:
         sampling = sampling if sampling.stop_ids else replace(sampling, stop_ids=self._stop_ids)
         self._aborted.clear()
         prompts, ids, ks = batch[PROMPT_TOKENS], batch[PROMPT_ID].tolist(), batch[SAMPLE_INDEX].tolist()
-        episodes = [Episode(t.tolist(), len(t), p, k) for t, p, k in zip(prompts, ids, ks)]
+        most = self._section.partial_tokens if training else 0
+        begun = [self._unfinished.resume(row) if most else None for row in batch.row_ids.tolist()]
+        episodes = [b or Episode(t.tolist(), len(t), p, k) for b, t, p, k in zip(begun, prompts, ids, ks)]
+        how = _How(sampling, visit, most)
         if self._env_factory is None:
-            self._turn(list(range(len(episodes))), episodes, batch.row_ids, (sampling, visit))
+            self._turn([i for i, e in enumerate(episodes) if not e.turns], episodes, batch.row_ids, how)
         else:
-            _run(self._play_turns(episodes, batch, sampling, visit))
+            _run(self._play_turns(episodes, batch, how))
+        later = of_unfinished_groups(batch[GROUP_ID].numpy(), episodes) if most else np.zeros(len(episodes), bool)
+        waiting, ended = np.flatnonzero(later), np.flatnonzero(~later)
+        self._unfinished.keep(batch.row_ids[waiting].tolist(), [episodes[i] for i in waiting])
+        episodes = [episodes[i] for i in ended]
         metrics = self._failures.count(episodes, training) if self._env_factory is not None else {}
-        return self._result(batch, episodes, metrics)
+        metrics |= {"rollout/unfinished": (float(len(self._unfinished)), 1.0)} if most else {}
+        result = self._result(batch.select(ended), episodes, metrics)
+        return replace(result, later=batch.row_ids[waiting].tolist())
 
-    def _turn(self, rows: list[int], episodes: list[Episode], row_ids: np.ndarray, how: tuple[Sampling, int]) -> None:
-        """One model turn for each of `rows`."""
-        sampling, visit = how
-        requests = []
+    def _turn(self, rows: list[int], episodes: list[Episode], row_ids: np.ndarray, how: _How) -> None:
+        """One model turn for each of `rows`, or what a visit may sample of it."""
+        sampling, requests = how.sampling, []
         for row in rows:
             e = episodes[row]
             left, early = sampling.max_tokens - e.response_length, sampling.min_tokens - sum(e.mask)
-            seed = sample_seed(self._seed, visit, e.prompt_id, e.sample_index)
+            seed = sample_seed(self._seed, how.visit, e.prompt_id, e.sample_index)
             seed = seed if e.turns == 0 else sample_seed(seed, e.turns, 0, 0)
-            limits = replace(sampling, max_tokens=left, min_tokens=min(left, max(0, early)))
-            requests.append(Request(tuple(e.tokens), limits, seed, int(row_ids[row])))
+            most = min(left, how.most or left)
+            limits = replace(sampling, max_tokens=most, min_tokens=min(most, max(0, early)))
+            requests.append(Request(tuple(e.tokens), limits, seed, int(row_ids[row]), len(e.turn)))
         for row, generation in zip(rows, self._generate(requests)):
             e = episodes[row]
-            e.extend_sampled(generation)
-            text = self.text(generation)
-            e.messages.append({"role": "assistant", "content": text})
+            made = len(generation.token_ids)
+            cut = generation.finish == FINISH_LENGTH and 0 < made == how.most < sampling.max_tokens - e.response_length
+            e.extend_sampled(generation, whole=not cut)
+            if not e.paused:
+                e.messages.append({"role": "assistant", "content": self.text(e.turn, generation.finish)})
 
-    def text(self, generation: Generation) -> str:
-        """The sampled ids as text, without the stop token."""
-        ids = list(generation.token_ids)
-        return self._tokenizer.decode(ids[:-1] if generation.finish == FINISH_STOP else ids)
+    def text(self, ids: Sequence[int], finish: int) -> str:
+        """A turn's sampled ids as text, without the stop token."""
+        return self._tokenizer.decode(ids[:-1] if finish == FINISH_STOP else ids)
 
-    async def _play_turns(self, episodes: list[Episode], batch: Batch, sampling: Sampling, visit: int) -> None:
+    async def _play_turns(self, episodes: list[Episode], batch: Batch, how: _How) -> None:
         """Turn by turn: all unfinished episodes generate together, then their environments answer together."""
         rows = batch[PROMPT]
-        await asyncio.gather(*(self._reset(e, rows[i]) for i, e in enumerate(episodes)))
-        while live := [i for i, e in enumerate(episodes) if not e.done]:
-            self._turn(live, episodes, batch.row_ids, (sampling, visit))
-            await asyncio.gather(*(self._answer(episodes[i], sampling.max_tokens) for i in live))
+        await asyncio.gather(*(self._reset(e, rows[i]) for i, e in enumerate(episodes) if e.env is None))
+        while live := [i for i, e in enumerate(episodes) if not e.done and not e.paused]:
+            self._turn(live, episodes, batch.row_ids, how)
+            said = [episodes[i] for i in live if not episodes[i].paused]
+            await asyncio.gather(*(self._answer(e, how.sampling.max_tokens) for e in said))
             if self._aborted.is_set():
                 for e in episodes:
                     if not e.done:
@@ -272,6 +296,14 @@ class RolloutWorker:
         if any(thread.is_alive() for thread in threads):
             raise RolloutError(f"an engine did not return; pending rows: {queue.pending()[:32]}")
         return queue.results()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Samples that wait for another visit."""
+        return self._unfinished.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See state_dict."""
+        self._unfinished.load_state_dict(state)
 
     @property
     def version(self) -> int:

@@ -34,6 +34,7 @@ from docklands.rollout.scheduler import Scheduler
 
 log = logging.getLogger("docklands.rollout")
 PREFILL_TOKENS = 4096
+COUNTED = ("prefill_tokens", "decode_tokens", "decode_steps", "preemptions", "aborted", "kv_blocks_peak")
 
 
 class NativeEngine:
@@ -47,12 +48,16 @@ class NativeEngine:
     is in the batch, on the order, or on preemptions.
     """
 
+    pack_step = 64
+    """Tokens that packed prompts are padded to a multiple of."""
+
     def __init__(
         self, config: ModelConfig, rollout: RolloutSection, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
     ) -> None:
         self.config, self.version = config, -1
         self._section, self._dtype, self._device = rollout, dtype, device
-        self._model = allocate(CausalLM, config, dtype, device)
+        self._shape = config
+        self._model = self._allocate()
         self._decoder: Decoder | None = None
         self._cache: PagedCache | None = None
         self._sampler = Sampler()
@@ -64,6 +69,9 @@ class NativeEngine:
         self._step_lock = threading.RLock()
         self._serving = threading.Lock()
         self._counts: Counter[str] = Counter()
+
+    def _allocate(self) -> CausalLM:
+        return allocate(CausalLM, self.config, self._dtype, self._device)
 
     # --- weights and memory ------------------------------------------------------------------------------------
 
@@ -141,10 +149,7 @@ class NativeEngine:
     def take_metrics(self) -> dict[str, tuple[float, float]]:
         """(sum, count) of what was done since the last call, under the names of obs/names.py."""
         counts, self._counts = self._counts, Counter()
-        found = {
-            f"rollout/{name}": (float(counts[name]), 1.0)
-            for name in ("prefill_tokens", "decode_tokens", "decode_steps", "preemptions", "aborted", "kv_blocks_peak")
-        }
+        found = {f"rollout/{name}": (float(counts[name]), 1.0) for name in COUNTED}
         return {**found, "rollout/batch_size": (float(counts["rows"]), float(max(1, counts["decode_steps"])))}
 
     def _open(self, queue: WorkQueue) -> None:
@@ -155,12 +160,16 @@ class NativeEngine:
                 raise RolloutError("generate without a complete set of weights", "call load_weights first")
             section = self._section
             check_requests(queue.requests, self.config)
-            pages = cache_pages(queue.requests, section, self.config, self._dtype)
+            pages = cache_pages(queue.requests, section, self._shape, self._dtype, self._agree)
             if self._cache is None or self._cache.pages < pages:
                 self._cache = None  # free the old one first
-                self._cache = PagedCache(self.config, pages, section.kv_block_tokens, self._dtype, self._device)
+                self._cache = PagedCache(self._shape, pages, section.kv_block_tokens, self._dtype, self._device)
             self._cache.peak = 0
             self._scheduler = Scheduler(self._cache, queue.requests, section.max_batch, self._routed)
+
+    def _agree(self, pages: int) -> int:
+        """Pages of the KV cache, of those that there is room for here."""
+        return pages
 
     def _close(self) -> None:
         with self._step_lock:
@@ -178,20 +187,23 @@ class NativeEngine:
             if self._abort.is_set():
                 self._counts["aborted"] += end_all(queue, scheduler)
                 return False
-            room = scheduler.running.room - len(scheduler.waiting)
-            if room > 0:
-                scheduler.enqueue(without_empty(queue, queue.pull(room)))
+            rows, fresh = self._admit(queue, scheduler)
             if self._decoder is None:
                 self._decoder = decoder_for(self._model)
-            if scheduler.waiting and scheduler.running.room:
-                rows, fresh = scheduler.admit(PREFILL_TOKENS)
-                if rows:
-                    self._prefill(fresh)
-                    self._retire(queue, scheduler, self._first_tokens(scheduler.running, np.array(rows)))
+            if rows:
+                self._prefill(fresh)
+                retire(queue, scheduler, self._first_tokens(scheduler.running, np.array(rows)))
             if scheduler.running.count:
                 scheduler.grow()
-                self._retire(queue, scheduler, self._decode(scheduler))
+                retire(queue, scheduler, self._decode(scheduler))
             return bool(scheduler.running.count or scheduler.waiting or not queue.empty)
+
+    def _admit(self, queue: WorkQueue, scheduler: Scheduler) -> tuple[list[int], list[Prompt]]:
+        """Fill the running batch. -> (new rows, prompts to be computed first)"""
+        room = scheduler.running.room - len(scheduler.waiting)
+        if room > 0:
+            scheduler.enqueue(without_empty(queue, queue.pull(room)))
+        return scheduler.admit(PREFILL_TOKENS) if scheduler.waiting and scheduler.running.room else ([], [])
 
     def _prefill(self, prompts: list[Prompt]) -> None:
         """Compute the prompts, packed; keys and values into their pages, last hidden states kept."""
@@ -200,7 +212,7 @@ class NativeEngine:
         assert self._cache is not None and self._decoder is not None
         lengths = [len(prompt.tokens) for prompt in prompts]
         total = sum(lengths)
-        padding = -(-self._decoder.rows(total) // 64) * 64 - total
+        padding = -(-self._decoder.rows(total) // self.pack_step) * self.pack_step - total
         offsets = np.concatenate([np.arange(n) for n in (*lengths, padding)])
         size = self._cache.page_tokens
         pages = np.full(total + padding, NULL_PAGE, np.int64)
@@ -208,7 +220,7 @@ class NativeEngine:
         tokens = np.zeros(total + padding, np.int64)
         tokens[:total] = np.concatenate([p.tokens for p in prompts])
         attend = PromptAttention(self._cache, self._cache.slots(pages, offsets % size), [*lengths, padding])
-        routes = None if self._routed is None else Routes()
+        routes = self._routes()
         hidden_TD = self._decoder.hidden(self._tensor(tokens), self._tensor(offsets), attend, routes)
         self._cache.reveal(pages[:total], offsets[:total] % size)
         chosen = None if routes is None else routes.choices().cpu().numpy()
@@ -244,8 +256,8 @@ class NativeEngine:
         pages[rows], offsets[rows] = running.own[rows, column], offset
         cache.reveal(pages[rows], offsets[rows])
         slots = cache.slots(pages, offsets)
-        attend = decode_attention(cache, running.row_pages(), padded, self.config.num_heads, slots)
-        routes = None if self._routed is None else Routes()
+        attend = decode_attention(cache, running.row_pages(), padded, self._shape.num_heads, slots)
+        routes = self._routes()
         hidden_RD = self._decoder.hidden(self._tensor(tokens), self._tensor(positions), attend, routes)
         if routes is not None:
             running.fed(rows, routes.choices()[: len(rows)].cpu().numpy())
@@ -253,28 +265,23 @@ class NativeEngine:
         self._counts["rows"] += len(rows)
         return self._draw(running, rows, self._decoder.logits(hidden_RD))
 
+    def _routes(self) -> Routes | None:
+        """Keeps the router choices of one pass, when those are recorded."""
+        return None if self._routed is None else Routes()
+
     def _draw(self, running: RunningBatch, rows: np.ndarray, logits_RV: Tensor) -> np.ndarray:
         """Sample one token for each of `rows` from the first rows of the logits. -> finished rows."""
         choice = Choice(
             running.temperature[rows],
             running.top_k[rows],
             running.top_p[rows],
-            uniforms(running.seed[rows], running.made[rows]),
+            uniforms(running.seed[rows], running.drawn[rows] + running.made[rows]),
             running.banned(rows),
         )
         tokens, logprobs = self._sampler(logits_RV, choice)
         done = running.append(rows, tokens, logprobs, self.version)
         self._counts["decode_tokens"] += len(rows)
         return rows[done]
-
-    def _retire(self, queue: WorkQueue, scheduler: Scheduler, rows: np.ndarray) -> None:
-        """Hand finished rows back."""
-        if not len(rows):
-            return
-        for row in rows.tolist():
-            finish = FINISH_STOP if scheduler.running.stopped(row) else FINISH_LENGTH
-            hand_back(queue, scheduler.running, row, finish)
-        scheduler.release(rows)
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -296,6 +303,15 @@ def hand_back(queue: WorkQueue, running: RunningBatch, row: int, finish: int) ->
     """Give a row's sample to whoever waits for it."""
     index = int(running.index[row])
     queue.finish(index, running.generation(row, finish, queue.requests[index].request_id))
+
+
+def retire(queue: WorkQueue, scheduler: Scheduler, rows: np.ndarray) -> None:
+    """Hand finished rows back."""
+    for row in rows.tolist():
+        finish = FINISH_STOP if scheduler.running.stopped(row) else FINISH_LENGTH
+        hand_back(queue, scheduler.running, row, finish)
+    if len(rows):
+        scheduler.release(rows)
 
 
 def end_all(queue: WorkQueue, scheduler: Scheduler) -> int:

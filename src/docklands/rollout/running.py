@@ -54,6 +54,7 @@ class RunningBatch:
         self.limit = np.zeros(rows, np.int64)
         self.minimum = np.zeros(rows, np.int64)
         self.seed = np.zeros(rows, np.uint64)
+        self.drawn = np.zeros(rows, np.int64)
         self.temperature = np.zeros(rows, np.float64)
         self.top_k = np.zeros(rows, np.int64)
         self.top_p = np.ones(rows, np.float64)
@@ -80,7 +81,7 @@ class RunningBatch:
         self.prompts.append(prompt)
         self.index[row], self.order[row], self.made[row], self.place[row] = index, order, 0, prompt.take_place()
         self.prompt_length[row], self.limit[row], self.minimum[row] = len(request.prompt), s.max_tokens, s.min_tokens
-        self.seed[row] = np.uint64(request.seed & ((1 << 64) - 1))
+        self.seed[row], self.drawn[row] = np.uint64(request.seed & ((1 << 64) - 1)), request.drawn
         self.temperature[row], self.top_k[row], self.top_p[row] = s.temperature, s.top_k, s.top_p
         self.stops[row] = -1
         self.stops[row, : len(s.stop_ids)] = s.stop_ids

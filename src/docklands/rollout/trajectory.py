@@ -30,7 +30,9 @@ class Env(Protocol):
 class Episode:
     """One sample under way; token lists are of equal length and begin with the prompt.
 
-    routes  router choices, int16 [tokens fed to the model so far, L, k]; None when they are not recorded
+    routes     router choices, int16 [tokens fed to the model so far, L, k]; None when they are not recorded
+    turn_from  where the model's present turn begins in `tokens`
+    paused     the turn is not over, but this visit's tokens are
     """
 
     tokens: list[int]
@@ -45,26 +47,35 @@ class Episode:
     reward: float = 0.0
     finish: int = FINISH_LENGTH
     turns: int = 0
+    turn_from: int = 0
+    paused: bool = False
     done: bool = False
     error: str = ""
     env: Env | None = None
 
     def __post_init__(self) -> None:
-        self.extend_masked([])
+        if not self.mask:
+            self.extend_masked([])
 
     @property
     def response_length(self) -> int:
         """Sampled and observed tokens."""
         return len(self.tokens) - self.prompt_length
 
-    def extend_sampled(self, generation: Generation) -> None:
-        """Append a model turn exactly as sampled."""
+    @property
+    def turn(self) -> list[int]:
+        """Tokens of the model's present turn."""
+        return self.tokens[self.turn_from :]
+
+    def extend_sampled(self, generation: Generation, whole: bool = True) -> None:
+        """Append a model turn exactly as sampled, or (`whole` false) a part that another visit goes on with."""
         self.tokens += generation.token_ids
         self.mask += [True] * len(generation.token_ids)
         self.logprobs += generation.logprobs
         self.versions += generation.versions
         self.finish = generation.finish
-        self.turns += 1
+        self.turns += whole
+        self.paused = not whole
         if generation.routes is not None:
             self._take_routes(generation.routes)
 
@@ -75,6 +86,7 @@ class Episode:
         self.mask += [False] * more
         self.logprobs += [0.0] * more
         self.versions += [-1] * more
+        self.turn_from = len(self.tokens)
 
     def _take_routes(self, routes_TLk: np.ndarray) -> None:
         """Choices of a turn, for all tokens so far. Another turn computes the earlier tokens again: what they were

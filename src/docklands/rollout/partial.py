@@ -1,0 +1,75 @@
+"""Samples that are not finished in one visit of the rollout stage: they wait with what they have, and go on later.
+
+With `rollout.partial_tokens`, a visit samples at most so many tokens of each sample. A group of which a sample has not
+ended by then goes back to the dock whole; it is the oldest there, so the next visit takes it again, beside new groups,
+and the few long samples of one step are generated together with the many of the next (partial rollout: Kimi k1.5, arXiv
+2501.12599, section 2.6.2). Nothing is thrown away or cut: a sample goes on where it stopped, each token with the weight
+version and the log-probability that it was sampled with, its draws from the same stream, so that with the same weights
+it is the sample that one visit would have made.
+
+They wait in the worker's memory. What a worker loses, or another worker gets, begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from docklands.config.schema import RolloutSection
+from docklands.errors import ConfigError
+from docklands.rollout.trajectory import Episode
+
+REMEMBERED = 65_536
+"""Episodes that wait at most; older ones (of groups that were dropped meanwhile) begin anew."""
+
+
+def check_partial(section: RolloutSection, max_staleness: int) -> None:
+    """ConfigError when samples may be interrupted and no newer weights could ever continue them."""
+    if section.partial_tokens and not max_staleness:
+        raise ConfigError(
+            f"rollout.partial_tokens is {section.partial_tokens}, but with dock.max_staleness 0 a step waits for its "
+            "longest sample",
+            "set dock.max_staleness to 1 or more, or rollout.partial_tokens to 0",
+        )
+
+
+class Unfinished:
+    """Episodes by row id, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Episode] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def resume(self, row_id: int) -> Episode | None:
+        """The episode of a row, which waits no longer; None: the row is new here."""
+        episode = self._waiting.pop(row_id, None)
+        if episode is not None:
+            episode.paused = False
+        return episode
+
+    def keep(self, row_ids: Sequence[int], episodes: Sequence[Episode]) -> None:
+        """Until their rows come again."""
+        self._waiting.update(zip(row_ids, episodes, strict=True))
+        while len(self._waiting) > REMEMBERED:
+            del self._waiting[next(iter(self._waiting))]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data. An episode with an environment is left out: an environment lives in its process only."""
+        kept = {row: episode for row, episode in self._waiting.items() if episode.env is None}
+        names = [field.name for field in fields(Episode) if field.name != "env"]
+        return {"rows": list(kept), "episodes": [{name: getattr(e, name) for name in names} for e in kept.values()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What `state_dict` gave."""
+        self._waiting = {row: Episode(**found) for row, found in zip(state["rows"], state["episodes"], strict=True)}
+
+
+def of_unfinished_groups(groups: np.ndarray, episodes: Sequence[Episode]) -> np.ndarray:
+    """Whether each episode belongs to a group with a paused one, bool [B]. groups: int64 [B]."""
+    paused = np.array([e.paused for e in episodes], bool)
+    return np.isin(groups, groups[paused])

@@ -1,0 +1,157 @@
+"""Partial rollouts: an interrupted sample is the uninterrupted one; groups wait whole; nothing is cut or doubled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests import rollout_cases as cases
+
+from docklands.config.schema import EnvSection, RolloutSection
+from docklands.core.batch import Batch
+from docklands.core.fields import (
+    COMPLETION,
+    FINISH_REASON,
+    GROUP_ID,
+    LOSS_MASK,
+    ROLLOUT_LOGPROBS,
+    TOKEN_IDS,
+    WEIGHT_VERSIONS,
+)
+from docklands.envs import build_env_factory
+from docklands.errors import ConfigError
+from docklands.rollout import NativeEngine, RolloutWorker
+from docklands.rollout.partial import check_partial
+
+
+def worker(env: Any = None, **section: Any) -> RolloutWorker:
+    settings = RolloutSection(**{"max_batch": 16, "max_response_tokens": 40, **section})
+    source = cases.model()
+    found = RolloutWorker([NativeEngine(source.config, settings)], cases.tokenizer(), env, settings, 7)
+    found.load_weights(source.named_parameters(), 3)
+    return found
+
+
+def rows(prompts: int, samples: int) -> Batch:
+    """Prompts of different lengths."""
+    texts = [f"{7 * p}+{p}{'=' * (p + 1)}" for p in range(prompts)]
+    return cases.admitted(texts, samples, [{"prompt": text, "answer": str(8 * p)} for p, text in enumerate(texts)])
+
+
+def visits(found: RolloutWorker, batch: Batch, between: Any = lambda visit: None) -> tuple[dict[int, dict], list[int]]:
+    """Visit until nothing is left; (row -> its written columns, rows that each visit left for later)."""
+    samples: dict[int, dict] = {}
+    left, rest = batch, []
+    for visit in range(60):
+        result = found.rollout(left)
+        written = result.batch
+        assert written is not None
+        ids = written.row_ids.tolist()
+        assert not set(ids) & set(result.later) and set(ids) | set(result.later) == set(left.row_ids.tolist())
+        assert not set(ids) & samples.keys(), "a sample came twice"
+        for i, row in enumerate(ids):
+            samples[row] = {field.name: written[field][i] for field in written.fields}
+        rest.append(len(result.later))
+        if not result.later:
+            return samples, rest
+        left = batch.by_id(np.array(result.later))
+        between(visit)
+    raise AssertionError("it never ends")
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 16])
+def test_an_interrupted_sample_is_the_uninterrupted_one(tokens: int) -> None:
+    batch = rows(5, 3)
+    whole, _ = visits(worker(), batch)
+    parts, rest = visits(worker(partial_tokens=tokens), batch)
+    assert len(rest) > 40 // tokens - 1 and rest[0] > 0
+    assert parts.keys() == whole.keys()
+    lengths = {len(sample[TOKEN_IDS.name]) for sample in whole.values()}
+    assert len(lengths) > 3, "ragged, or the test shows little"
+    for row, sample in whole.items():
+        for field in (TOKEN_IDS, LOSS_MASK, WEIGHT_VERSIONS):
+            assert torch.equal(torch.as_tensor(sample[field.name]), torch.as_tensor(parts[row][field.name])), field
+        assert sample[COMPLETION.name] == parts[row][COMPLETION.name]
+        assert int(sample[FINISH_REASON.name]) == int(parts[row][FINISH_REASON.name])
+        assert torch.allclose(sample[ROLLOUT_LOGPROBS.name], parts[row][ROLLOUT_LOGPROBS.name], atol=1e-5)
+
+
+def test_groups_come_whole() -> None:
+    batch = rows(5, 3)
+    found = worker(partial_tokens=9)
+    result = found.rollout(batch)
+    assert result.batch is not None and result.later
+    groups = {int(g) for g in batch.by_id(np.array(result.later))[GROUP_ID]}
+    done = {int(g) for g in batch.by_id(result.batch.row_ids)[GROUP_ID]}
+    assert not groups & done
+    assert len(result.later) == 3 * len(groups)
+    assert result.metrics["rollout/unfinished"] == (len(result.later), 1.0)
+
+
+def test_each_token_keeps_the_version_and_the_log_prob_that_it_was_sampled_with() -> None:
+    """Weights change between visits: the parts before and after are each policy's own."""
+    batch = rows(2, 2)
+    found = worker(partial_tokens=10, min_response_tokens=40)
+    models = {3: cases.model()}
+
+    def publish(visit: int) -> None:
+        models[4 + visit] = cases.model(seed=50 + visit)
+        found.load_weights(models[4 + visit].named_parameters(), 4 + visit)
+
+    samples, rest = visits(found, batch, publish)
+    assert rest == [4, 4, 4, 0]
+    for sample in samples.values():
+        mask = sample[LOSS_MASK.name]
+        versions = sample[WEIGHT_VERSIONS.name][mask]
+        assert versions.tolist() == [3] * 10 + [4] * 10 + [5] * 10 + [6] * 10
+        tokens, start = sample[TOKEN_IDS.name].tolist(), int((~mask).sum())
+        for version, source in models.items():
+            logits_TV = cases.full_logits(source, tokens)
+            table = torch.log_softmax(logits_TV, -1)[start - 1 : -1]
+            expected = table.gather(1, torch.tensor(tokens[start:])[:, None]).squeeze(1)
+            mine = versions == version
+            assert torch.allclose(sample[ROLLOUT_LOGPROBS.name][mask][mine], expected[mine], atol=1e-4)
+
+
+def test_what_waits_survives_a_checkpoint() -> None:
+    batch = rows(4, 2)
+    whole, _ = visits(worker(), batch)
+    first = worker(partial_tokens=6)
+    result = first.rollout(batch)
+    assert result.batch is not None and result.later
+    second = worker(partial_tokens=6)
+    second.load_state_dict(first.state_dict())
+    drawn = []
+    generate = second._engines[0].generate
+    second._engines[0].generate = lambda requests: drawn.extend(r.drawn for r in requests) or generate(requests)  # type: ignore[method-assign]
+    rest, _ = visits(second, batch.by_id(np.array(result.later)))
+    assert drawn[: len(result.later) // 2] and max(drawn) >= 6, "it went on, and did not begin anew"
+    for row, sample in rest.items():
+        assert torch.equal(sample[TOKEN_IDS.name], whole[row][TOKEN_IDS.name])
+
+
+def test_turns_of_an_environment_are_interrupted_too() -> None:
+    env = build_env_factory(EnvSection(name="calculator", max_turns=3))
+    batch = rows(3, 2)
+    whole, _ = visits(worker(env), batch)
+    parts, rest = visits(worker(env, partial_tokens=5), batch)
+    assert rest[0] > 0
+    for row, sample in whole.items():
+        for field in (TOKEN_IDS, LOSS_MASK):
+            assert torch.equal(sample[field.name], parts[row][field.name])
+        assert sample[COMPLETION.name] == parts[row][COMPLETION.name]
+
+
+def test_evaluation_is_never_interrupted() -> None:
+    found = worker(partial_tokens=2)
+    result = found.rollout(rows(2, 2), sampling=found.sampling)
+    assert result.batch is not None and len(result.batch) == 4 and not result.later
+
+
+def test_it_needs_a_staleness_bound() -> None:
+    with pytest.raises(ConfigError, match="partial_tokens is 64, but with dock.max_staleness 0"):
+        check_partial(RolloutSection(partial_tokens=64), 0)
+    check_partial(RolloutSection(partial_tokens=64), 1)
+    check_partial(RolloutSection(), 0)
