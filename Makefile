@@ -9,8 +9,9 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 STAMPS := $(VENV)/stamps
+WORKERS ?= -n 2 --dist loadgroup
 
-.PHONY: quickstart test test-fast check format docs bench clean help install dev
+.PHONY: quickstart test test-fast chaos browser check format docs bench clean help install dev
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -23,11 +24,19 @@ install: $(STAMPS)/cpu  ## the package and its dependencies, in .venv
 
 dev: $(STAMPS)/dev  ## and what tests and checks need
 
-test: check  ## every check and every test
-	$(BIN)/python -m pytest
+test: check browser  ## every check and every test
+	$(BIN)/python -m pytest $(WORKERS)
 
 test-fast: $(STAMPS)/dev  ## the tests that take seconds (under two minutes in all)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
+
+chaos: $(STAMPS)/dev  ## kill -9 in 30 runs of a flow for each durability of the dock (some minutes)
+	DOCKLANDS_CHAOS_RUNS=30 $(BIN)/python -m pytest -q --timeout 1200 tests/distributed/test_dock_chaos.py
+
+browser:  # for tests/e2e/test_dashboard_browser.py
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
+	{ timeout 240 apt-get update -qq && timeout 240 apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } || \
+	echo "chromium is not here and cannot be installed: the dashboard's browser tests will be left out"
 
 check: $(STAMPS)/dev  ## lint, format, floors, types
 	$(BIN)/ruff check .

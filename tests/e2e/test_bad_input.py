@@ -58,6 +58,7 @@ def test_key_of_another_section(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (("data.max_prompt_tokens=3",), ("7 tokens", "max_prompt_tokens")),
         (("rollout.temperature=0",), ("temperature",)),
         (("rollout.top_p=0.9",), ("top_p",)),
+        (("rollout.min_response_tokens=4",), ("min_response_tokens",)),
         (("reward.functions=[{name: sorted_digit}]",), ("sorted_digits",)),
         (("algorithm.name=rloo", "algorithm.clip_high=0.3"), ("clip_high",)),
         (("algorithm.kl.target=0.1",), ("kl",)),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from docklands.cli.main import run as cli
 from docklands.obs.rundir import RunDir
 from docklands.train import checkpoint
@@ -36,3 +38,30 @@ def test_a_last_step_with_fewer_prompts_is_trained(tmp_path: Path) -> None:
     assert cli(["train", RECIPE, *more]) == 0
     samples = [metrics["reward/scored"] for _, metrics in RunDir(tmp_path / "run").read_metrics()]
     assert samples == [16.0, 8.0]
+
+
+def test_the_remedy_that_the_warning_names_works(tmp_path: Path) -> None:
+    """The dock's snapshot does not remember an end that the data no longer has."""
+    source = rows(tmp_path / "rows.jsonl", 8)
+    more = overrides(tmp_path / "run", f"data.source={source}", "run.steps=4")
+    assert cli(["train", RECIPE, *more, "data.epochs=1"]) == 0
+    run = RunDir(tmp_path / "run")
+    assert [step for step, _ in run.read_metrics()] == [1, 2]
+    assert cli(["train", RECIPE, *more, "data.epochs=0", "--resume"]) == 0
+    assert [step for step, _ in run.read_metrics()] == [1, 2, 3, 4]
+
+
+def test_a_finished_run_without_a_checkpoint_is_neither_resumed_nor_evaluated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its records stay, and nobody takes the starting weights for what it trained."""
+    more = overrides(tmp_path / "run", "run.steps=2", "checkpoint.at_end=false")
+    assert cli(["train", RECIPE, *more]) == 0
+    run = RunDir(tmp_path / "run")
+    before = run.metrics.read_bytes()
+    capsys.readouterr()
+    assert cli(["train", RECIPE, *more, "run.steps=4", "--resume"]) == 3
+    assert "ended at step 2 without a checkpoint" in capsys.readouterr().err
+    assert run.metrics.read_bytes() == before
+    assert cli(["eval", str(run.path), "eval.prompts=4"]) == 3
+    assert "has no complete checkpoint: the weights that it trained are not there" in capsys.readouterr().err

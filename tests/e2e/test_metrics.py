@@ -16,9 +16,10 @@ from tests.e2e.runs import ROOT, overrides, run_here
 
 ELSEWHERE = re.compile(
     r"memory/device_mib|.*/(skipped_updates|router_.*|recompute_.*|.*_offloaded_mib)|dock/(?!in_flight|bytes$|dropped).*"
+    r"|reshard/.*|timing_s/reshard/.*"
 )
 """Of accelerators; of updates without a token, models with experts and memory savers, which have their own tests; of
-`dock.stats()` alone."""
+`dock.stats()` alone; of resharding, see test_reshard_run."""
 
 
 class Talker:
@@ -69,6 +70,8 @@ RUNS: dict[str, tuple[str, ...]] = {
         "algorithm.samples_per_update=16",
         "run.steps=1",
     ),
+    "mix6_dpo.yaml": ("rollout.samples_per_prompt=2", "run.steps=1"),
+    "mix6_distill.yaml": ("dock.max_staleness=1", "rollout.partial_tokens=3", "run.steps=2"),
     "warm_mix6.yaml": ("rollout.samples_per_prompt=1", "run.steps=1"),
 }
 
@@ -133,3 +136,12 @@ def test_evaluation_stops_where_training_stops(tmp_path: Path) -> None:
     run = run_here("mix6_grpo.yaml", tmp_path / "run", *more)
     said = [sample["completion"] for row in run.read_evals() for sample in row["samples"]]
     assert said and not [text for text in said if "9" in text]
+
+
+def test_pitfall_17_18_generator_and_trainer_agree_in_every_step(tmp_path: Path) -> None:
+    """Through `build`: both divide by one temperature, and after large updates the generator has the new weights."""
+    more = ("rollout.temperature=0.7", "train.optim.lr=0.05", "algorithm.old_logprobs=recompute", "run.steps=3")
+    run = run_here("mix6_grpo.yaml", tmp_path / "run", *more)
+    steps = [metrics for _, metrics in run.read_metrics()]
+    assert len(steps) == 3 and steps[0]["actor/grad_norm"] > 0
+    assert max(metrics["training/rollout_probs_diff_max"] for metrics in steps) < 1e-5

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
+from docklands.cli.main import run as cli
 from docklands.obs.rundir import RunDir
 from docklands.obs.sinks import strip_times
 from docklands.train import checkpoint
-from tests.e2e.runs import docklands, run_here, start, train_arguments
+from tests.e2e.runs import ROOT, docklands, overrides, run_here, start, train_arguments
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +32,21 @@ def wait_for_checkpoint(run: RunDir, step: int, seconds: float = 90) -> None:
     raise AssertionError(f"no checkpoint of step {step} within {seconds} s")
 
 
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The command line, running; gone at the end, whatever the test found."""
+    process = start(*arguments)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def flow_of(run: RunDir, step: int) -> dict:
+    return checkpoint.load(run.checkpoints / f"step_{step:06d}", "flow")
+
+
 def equal(left: object, right: object) -> bool:
     """Bitwise equality of nested states."""
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
@@ -39,17 +58,19 @@ def equal(left: object, right: object) -> bool:
     return bool(left == right)
 
 
+STEERED = [f"algorithm.kl.{key}" for key in ("coef=0.05", "where=reward", "target=0.01", "horizon=100")]
+
+
 @pytest.mark.parametrize("recipe", ["mix6_grpo.yaml", "mix6_ppo.yaml"])
 def test_pitfall_24_kill_and_resume_is_bitwise(recipe: str, tmp_path: Path) -> None:
     more = ["run.steps=4", "checkpoint.every_steps=2", "algorithm.samples_per_update=8"]
+    more += STEERED if "ppo" in recipe else []
     whole = RunDir(tmp_path / "whole")
     assert docklands(*train_arguments(recipe, whole.path, more)).returncode == 0
 
     broken = RunDir(tmp_path / "broken")
-    process = start(*train_arguments(recipe, broken.path, [*more, "run.steps=4000"]))
-    wait_for_checkpoint(broken, 2)
-    process.send_signal(signal.SIGKILL)
-    process.wait(30)
+    with started(*train_arguments(recipe, broken.path, [*more, "run.steps=4000"])):
+        wait_for_checkpoint(broken, 2)
     for path in broken.checkpoints.glob("step_*"):  # later ones that the kill was too late for
         if path.name != "step_000002":
             for file in path.iterdir():
@@ -62,6 +83,9 @@ def test_pitfall_24_kill_and_resume_is_bitwise(recipe: str, tmp_path: Path) -> N
         left = checkpoint.load(checkpoint.latest(whole.checkpoints), name)
         right = checkpoint.load(checkpoint.latest(broken.checkpoints), name)
         assert equal(left, right), name
+    if "ppo" in recipe:  # the controller had something to go on from
+        coefficients = [flow_of(broken, step)["algorithm"]["kl_coef"] for step in (2, 4)]
+        assert len({0.05, *coefficients}) == 3
     ours = [strip_times(line) for line in whole.metrics.read_text().splitlines()]
     theirs = [strip_times(line) for line in broken.metrics.read_text().splitlines()]
     assert ours[2:] == theirs[2:]
@@ -70,13 +94,13 @@ def test_pitfall_24_kill_and_resume_is_bitwise(recipe: str, tmp_path: Path) -> N
 
 def test_ctrl_c_saves_a_clean_checkpoint_and_exits_130(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    process = start(*train_arguments("mix6_grpo.yaml", run.path, ["run.steps=4000"]))
-    deadline = time.monotonic() + 90
-    while not (run.metrics.exists() and run.metrics.read_text().count("\n") >= 2):
-        assert time.monotonic() < deadline, "the run did not start"
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    with started(*train_arguments("mix6_grpo.yaml", run.path, ["run.steps=4000"])) as process:
+        deadline = time.monotonic() + 90
+        while not (run.metrics.exists() and run.metrics.read_text().count("\n") >= 2):
+            assert time.monotonic() < deadline, "the run did not start"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
     path = checkpoint.latest(run.checkpoints)
     assert path is not None
     steps = [step for step, _ in run.read_metrics()]
@@ -111,3 +135,37 @@ def test_resuming_with_another_batch_size_admits_what_the_steps_left_need(after:
     assert path is not None
     ledger = checkpoint.load(path, "flow")["dock"]["ledger"]
     assert ledger["retired"] == ledger["admitted"] == 2 * 4 + 3 * after
+
+
+def test_what_a_resumed_run_does_otherwise_is_told_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pitfall 26's kind: no setting changes in silence, and prompt ids never mean other rows."""
+    recipe, directory = str(ROOT / "configs/mix6_grpo.yaml"), tmp_path / "run"
+    run = run_here("mix6_grpo.yaml", directory, "run.steps=1", "data.args={size: 100}")
+
+    def resume(*more: str) -> tuple[int, str]:
+        arguments = [*overrides(directory, "run.steps=2", "data.args={size: 100}", "obs.console=plain"), *more]
+        code = cli(["train", recipe, *arguments, "--resume"])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    other = ROOT / "assets/cot6-warm"
+    refused = {
+        "data.args={size: 100, digits: 5}": ("data.args: {size: 100} -> {size: 100, digits: 5}", "other rows"),
+        f"model.path={other}": ("mix6-warm -> ", "error: model.path: the run was started with"),
+        f"model.tokenizer={other}": ('model.tokenizer: "" -> ', "error: model.tokenizer: the run was started with"),
+        "algorithm.name=ppo": ("algorithm.name: grpo -> ppo", "has no critic"),
+        "algorithm.name=dapo": ("algorithm.name: grpo -> dapo", "only here filter_groups(group_id, reward)"),
+    }
+    for override, words in refused.items():
+        code, said = resume(override)
+        assert code == 2 and "Traceback" not in said and said.count("error:") == 1, said
+        assert all(word in said for word in words), said
+        assert "changed since step 1: run.steps: 1 -> 2" in said
+    code, said = resume("rollout.temperature=0.9", "algorithm.kl.coef=0.0")
+    changed = [line.split(": ")[1] for line in said.splitlines() if line.startswith("changed since step 1: ")]
+    assert code == 0 and changed == ["run.steps", "rollout.temperature", "obs.console"]
+    log = "".join(path.read_text(encoding="utf-8") for path in run.log.iterdir())
+    assert "changed since step 1: rollout.temperature: 1.0 -> 0.9\n" in log
+    assert [step for step, _ in run.read_metrics()] == [1, 2]

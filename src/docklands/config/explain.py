@@ -27,7 +27,7 @@ EXPECTED = {
     "model_attributes_type": "a section (a mapping of keys)",
 }
 ELSEWHERE = {
-    "answer_key": "reward.functions",
+    "answer_key": "reward.functions[].args",
     "batch_size": "rollout.prompts_per_step",
     "beta": "algorithm.kl.coef",
     "cliprange": "algorithm.clip_high",
@@ -139,6 +139,8 @@ def fault_line(fault: dict[str, Any], origin: Callable[[PathKey], str]) -> str:
     kind, context = fault["type"], fault.get("ctx") or {}
     if kind == "value_error":
         return model_fault(str(fault["msg"]).removeprefix("Value error, "), path, origin)
+    if kind == "json_invalid":  # values travel as JSON; all else that is wrong with them was said before
+        return f"a text is no Unicode (half of a surrogate pair): {context['error']}"
     name = ".".join(str(part) for part in path)
     if kind == "missing":
         return f"{name}: is required{place(path, origin)}"

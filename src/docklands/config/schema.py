@@ -8,21 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+from docklands.config.fleet import FleetSection
+from docklands.config.layouts import GenerationLayoutSection, LayoutSection, SyncSection
+from docklands.config.limits import check_values
+from docklands.config.section import Beta, Fraction, NonNegative, Positive, Section
+
 Recompute = Annotated[
     Literal["none", "selective", "full"],
     BeforeValidator(lambda value: {True: "full", False: "none"}[value] if isinstance(value, bool) else value),
 ]
-
-
-class Section(BaseModel):
-    """Strict and frozen: an unknown key is an error, a loaded config never changes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class RunSection(Section):
@@ -31,7 +27,7 @@ class RunSection(Section):
     name: str = Field(default="run", description="name of the run; part of the run directory's path")
     dir: str = Field(default="runs", description="parent of run directories; the run is written to <dir>/<name>")
     steps: Positive = Field(default=100, description="optimizer-visible steps: each trains prompts_per_step prompts")
-    seed: int = Field(default=42, description="seed of data order, sampling and initialisation")
+    seed: int = Field(default=42, ge=0, lt=2**63, description="seed of data order, sampling and initialisation")
     threads: NonNegative = Field(default=0, description="CPU threads for torch; 0 keeps torch's own choice")
     device: Literal["auto", "cpu", "cuda", "npu"] = Field(default="auto", description="where engines run")
     watchdog_s: float = Field(
@@ -55,7 +51,7 @@ class DataSection(Section):
     source: str = Field(
         default="",
         description="jsonl/json/parquet file, `datasets` directory, 'task:NAME', 'reasoning_gym:NAME', "
-        "or 'demonstrations:NAME' (sft)",
+        "'demonstrations:NAME' (sft) or 'preferences:NAME' (dpo)",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="arguments of a task source (size, difficulty)")
     prompt_key: str = Field(default="prompt", description="key of the prompt in a row: text or a list of messages")
@@ -76,7 +72,7 @@ class RolloutSection(Section):
     samples_per_prompt: Positive = Field(default=8, description="group size n")
     max_response_tokens: Positive = Field(default=512, description="longest response, in tokens, over all turns")
     min_response_tokens: NonNegative = Field(
-        default=0, description="end-of-sequence is not sampled before this many tokens"
+        default=0, description="end-of-sequence is not sampled before this many tokens; for evaluation only"
     )
     temperature: float = Field(
         default=1.0, ge=0, description="sampling temperature; the trainer divides its logits by it too"
@@ -92,7 +88,15 @@ class RolloutSection(Section):
     max_batch: Positive = Field(default=256, description="sequences decoded at once (continuous batching refills)")
     kv_block_tokens: Positive = Field(default=32, description="tokens per KV-cache page")
     kv_cache_tokens: NonNegative = Field(default=0, description="KV-cache capacity in tokens; 0: sized for max_batch")
+    partial_tokens: NonNegative = Field(
+        default=0,
+        description="tokens that one visit samples of a response; longer ones go on in a later visit, under newer "
+        "weights (partial rollout; needs dock.max_staleness); 0: whole responses",
+    )
     sample_deadline_s: float = Field(default=600.0, gt=0, description="deadline of one rollout batch, in seconds")
+    layout: GenerationLayoutSection = Field(
+        default_factory=GenerationLayoutSection, description="processes of generation"
+    )
 
 
 class EnvSection(Section):
@@ -155,7 +159,8 @@ class AlgorithmSection(Section):
     """Which algorithm, and its numbers. Keys that the algorithm does not read must keep their defaults."""
 
     name: str = Field(
-        default="grpo", description="grpo, dapo, ppo, dr_grpo, rloo, reinforce_pp, gspo, cispo, sft or module:attr"
+        default="grpo",
+        description="grpo, dapo, ppo, dr_grpo, rloo, reinforce_pp, gspo, cispo, sft, dpo, distill or module:attr",
     )
     samples_per_update: NonNegative = Field(default=0, description="samples per optimizer update; 0: all of the step's")
     epochs_per_step: Positive = Field(default=1, description="passes over the step's samples")
@@ -163,7 +168,9 @@ class AlgorithmSection(Section):
         default="auto",
         description="pi_old: recomputed by the trainer, mu itself, or (one update per step) the current policy",
     )
-    clip_low: float | None = Field(default=None, ge=0, description="1 - lower clip bound; null: the algorithm's own")
+    clip_low: float | None = Field(
+        default=None, ge=0, le=1, description="1 - lower clip bound; null: the algorithm's own"
+    )
     clip_high: float | None = Field(default=None, ge=0, description="upper clip bound - 1; null: the algorithm's own")
     dual_clip: float = Field(default=0.0, ge=0, description="lower bound of the loss for negative advantages; 0: off")
     aggregation: Literal["auto", "token_mean", "sequence_mean", "sequence_sum", "constant"] = Field(
@@ -181,6 +188,7 @@ class AlgorithmSection(Section):
         default=None, description="drop groups whose rewards are all equal; null: algorithm's"
     )
     max_dropped_groups: Positive = Field(default=256, description="dropped groups per step after which the run stops")
+    dpo_beta: float = Field(default=0.1, gt=0, description="DPO: how much a policy far from the reference is worth")
     overlong_buffer_tokens: NonNegative = Field(
         default=0, description="DAPO soft penalty: last tokens before the limit; 0: off"
     )
@@ -193,7 +201,7 @@ class OptimSection(Section):
     """AdamW and its schedule."""
 
     lr: float = Field(default=1e-6, ge=0, description="peak learning rate")
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW betas")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="AdamW betas, each >= 0 and < 1")
     eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon")
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled weight decay on matrices")
     grad_clip: float = Field(default=1.0, ge=0, description="global gradient norm; 0: off")
@@ -232,24 +240,6 @@ class TrainSection(Section):
     optim: OptimSection = Field(default_factory=OptimSection, description="optimizer")
 
 
-class LayoutSection(Section):
-    """How training is spread over processes: one for each rank; their number is the product of all but vpp, ep, etp."""
-
-    dp: Positive = Field(default=1, description="replicas that see other rows")
-    fsdp: Positive = Field(default=1, description="replicas that also share parameters and optimizer state (ZeRO-3)")
-    tp: Positive = Field(default=1, description="ranks that split heads, feed-forward columns and vocabulary")
-    sp: bool = Field(default=True, description="sequence parallel: tensor ranks hold other tokens between products")
-    pp: Positive = Field(default=1, description="pipeline stages")
-    vpp: Positive = Field(default=1, description="model chunks per stage, interleaved")
-    cp: Positive = Field(default=1, description="ranks that split the tokens of a row")
-    schedule: Literal["1f1b", "zero_bubble"] = Field(
-        default="1f1b", description="of a pipeline; zero_bubble: weight gradients fill its gaps (not with fsdp)"
-    )
-    context: Literal["ulysses", "ring"] = Field(default="ulysses", description="how cp attends: heads or keys travel")
-    ep: Positive = Field(default=1, description="ranks that hold different experts, out of a stage's")
-    etp: Positive = Field(default=1, description="ranks that split one expert: 1 or tp")
-
-
 class CriticSection(Section):
     """PPO's value model."""
 
@@ -267,14 +257,22 @@ class DockSection(Section):
     """Sample flow."""
 
     max_staleness: NonNegative = Field(default=0, description="versions a sample may lag behind; 0: synchronous")
-    transport: Literal["local", "processes"] = Field(
-        default="local", description="local: in the driver's process; processes: warehouses and control of their own"
+    transport: Literal["auto", "local", "processes"] = Field(
+        default="auto",
+        description="local: in the driver's process; processes: warehouses and control of their own; auto: processes "
+        "when trainers or generators have worker processes",
     )
     durability: Literal["none", "wal", "replica"] = Field(
         default="none", description="when a warehouse process dies: make its rows anew, replay its log, or use its copy"
     )
     warehouses: Positive = Field(default=1, description="warehouses that hold the bytes")
     capacity_mib: NonNegative = Field(default=0, description="capacity of one warehouse in MiB; 0: unbounded")
+    spill_mib: NonNegative = Field(
+        default=0, description="MiB on disk for what does not fit into capacity_mib, before producers wait; 0: none"
+    )
+    fsync: Literal["never", "interval", "always"] = Field(
+        default="never", description="when logs are brought to disk: by the kernel, once a second, before each answer"
+    )
     groups_per_take: NonNegative = Field(default=0, description="groups handed to a stage at once; 0: a whole step's")
     deterministic: bool = Field(default=True, description="hand rows out in admission order, not completion order")
     overtake: NonNegative = Field(
@@ -285,13 +283,6 @@ class DockSection(Section):
         default=600.0, gt=0, description="seconds after which an unacknowledged lease returns its rows"
     )
     wait_s: float = Field(default=1800.0, gt=0, description="deadline of every wait, in seconds")
-
-
-class FleetSection(Section):
-    """Processes and devices."""
-
-    rollout_workers: Positive = Field(default=1, description="generation engines that share the work")
-    colocated: bool = Field(default=True, description="roles share the device and hand it over by lease")
 
 
 class EvalSection(Section):
@@ -325,6 +316,7 @@ class ObsSection(Section):
     wandb: str = Field(default="", description="Weights & Biases project; empty: off")
     console: Literal["auto", "live", "plain", "off"] = Field(default="auto", description="live: redraws in a terminal")
     samples_per_step: NonNegative = Field(default=16, description="samples written to samples/step_*.jsonl")
+    tokens_per_sample: NonNegative = Field(default=128, description="tokens of these told one by one (some 40 B each)")
     report: bool = Field(default=True, description="write report.html at the end")
 
 
@@ -340,6 +332,7 @@ class Config(Section):
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection, description="algorithm")
     train: TrainSection = Field(default_factory=TrainSection, description="train engine")
     layout: LayoutSection = Field(default_factory=LayoutSection, description="processes of training")
+    sync: SyncSection = Field(default_factory=SyncSection, description="from training to generation weights")
     critic: CriticSection = Field(default_factory=CriticSection, description="value model")
     reference: ReferenceSection = Field(default_factory=ReferenceSection, description="reference policy")
     dock: DockSection = Field(default_factory=DockSection, description="sample flow")
@@ -361,28 +354,32 @@ class Config(Section):
         return self.algorithm.epochs_per_step * -(-self.samples_per_step // self.samples_per_update)
 
     @property
+    def training_ranks(self) -> int:
+        """Ranks of the training layout."""
+        x = self.layout
+        return x.dp * x.fsdp * x.tp * x.pp * x.cp
+
+    @property
+    def has_workers(self) -> bool:
+        """Engines live in worker processes, not in the driver."""
+        return self.training_ranks > 1 or self.rollout.layout.spread or self.fleet.backend == "ray"
+
+    @property
     def run_dir(self) -> Path:
         return Path(self.run.dir) / self.run.name
 
     @model_validator(mode="after")
     def check_arithmetic(self) -> Config:
         """Sizes that do not divide are refused here, with the sum shown (pitfall 32)."""
-        if Path(self.run.name).is_absolute() or ".." in Path(self.run.name).parts:
-            raise ValueError(f"run.name: {self.run.name} leads out of run.dir")
+        check_values(self)
         n, u = self.samples_per_step, self.samples_per_update
         if n % u:
             p, g = self.rollout.prompts_per_step, self.rollout.samples_per_prompt
             raise ValueError(
                 f"algorithm.samples_per_update: {p} prompts x {g} = {n} samples do not divide into updates of {u}"
             )
-        if self.rollout.min_response_tokens > self.rollout.max_response_tokens:
-            raise ValueError("rollout.min_response_tokens is larger than rollout.max_response_tokens")
-        if self.rollout.temperature == 0:
-            raise ValueError("rollout.temperature: 0 (greedy) gives a group of equal samples; use eval.temperature")
-        if self.rollout.top_k or self.rollout.top_p != 1:
-            raise ValueError("rollout.top_k/top_p: truncated sampling is for evaluation; the trainer does not truncate")
-        if self.env.name == "single_turn" and any(item.name == "env" for item in self.reward.functions):
-            raise ValueError("reward.functions: env is what the environment paid; env.name: single_turn pays nothing")
+        if self.has_workers and self.dock.transport == "local":
+            raise ValueError("dock.transport: local is out of reach of worker processes; leave it at auto")
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         if longest > self.train.tokens_per_microbatch:
             raise ValueError(

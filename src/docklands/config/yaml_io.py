@@ -22,6 +22,8 @@ FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-
 NOT_FINITE = re.compile(r"^[-+]?\.(?:inf|Inf|INF|nan|NaN|NAN)$")
 PLAIN = re.compile(r"^[A-Za-z_][\w./-]*(?::[\w./-]+)*$", re.ASCII)
 MOST_NODES = 100_000
+DEEPEST = 64
+LONGEST = 1000  # digits; Python itself refuses to read some thousand
 TAG = "tag:yaml.org,2002:"
 TAGS = frozenset(TAG + kind for kind in "null bool int float str timestamp merge value map seq".split())
 
@@ -61,6 +63,8 @@ def compose(text: str, name: str) -> yaml.Node | None:
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
         line = f":{mark.line + 1}" if mark else ""
         raise ConfigError(f"{name}{line}: not valid YAML: {problem}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: values are nested more than {DEEPEST} deep") from None
 
 
 def where(node: yaml.Node, name: str) -> str:
@@ -81,6 +85,8 @@ class Builder:
         self.nodes += 1
         if id(node) in self.open or self.nodes > MOST_NODES:
             raise ConfigError(f"{where(node, self.name)}: an alias that contains itself, or too many values")
+        if len(path) > DEEPEST:
+            raise ConfigError(f"{where(node, self.name)}: values are nested more than {DEEPEST} deep")
         if node.tag not in TAGS:
             raise ConfigError(f"{where(node, self.name)}: tag {node.tag} is not allowed here")
         self.open.add(id(node))
@@ -130,6 +136,8 @@ def scalar(node: yaml.Node, name: str) -> Any:
     if BOOL.match(text):
         return text.lower() == "true"
     if INT.match(text):
+        if len(text) > LONGEST:
+            raise ConfigError(f"{where(node, name)}: a number of {len(text)} digits")
         return int(text.replace("_", ""))
     if FLOAT.match(text):
         value = float(text.replace("_", ""))

@@ -45,6 +45,8 @@ class Device:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             await asyncio.wait([future])
+            if not future.cancelled():
+                future.exception()  # heard: whoever cancelled has an error of its own to tell
             raise
 
     def make(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -85,25 +87,20 @@ class LocalRole:
         """Fetch the columns that `stage` reads, compute, write back."""
         began = time.perf_counter()
         self._beat(stage.name)
-        with span(f"stage/{stage.name}", role=self.name, rows=len(rows)):
-            batch = await self._dock.fetch(rows, stage.reads)
-            result = as_result(await self._call(stage.run, batch), batch, stage)
-            if result.batch is not None and len(result.batch):
-                await self._dock.put(result.batch)
+        with span(f"stage/{stage.name}", role=self.name, rows=len(rows), waited=round(self._waited, 6)):
+            outcome = await self._stage(stage, rows)
         self._beat(stage.name)
         name = TIMING.get(stage.name, stage.name)
         took = {f"timing_s/{name}": (time.perf_counter() - began, 1.0), f"timing_s/{name}/wait": (self._waited, 1.0)}
-        self._pending.append({**result.metrics, **took})
-        return Outcome(dict(result.dropped), {**result.metrics, **took})
+        self._pending.append({**outcome.metrics, **took})
+        return Outcome(dict(outcome.dropped), {**outcome.metrics, **took}, outcome.later)
 
     async def update(self, learner: Learner, rows: Rows) -> Mapping[str, tuple[float, float]]:
         """One optimizer update on `rows`."""
         began = time.perf_counter()
         self._beat(f"update/{learner.name}")
         with span(f"update/{learner.name}", role=self.name, rows=len(rows)):
-            batch = await self._dock.fetch(rows, learner.reads)
-            async with self.lease():
-                metrics = await self.device.call(self.resource.update, batch, learner)
+            metrics = await self._update(learner, rows)
         self._beat(f"update/{learner.name}")
         return {**metrics, f"timing_s/update_{learner.name}": (time.perf_counter() - began, 1.0)}
 
@@ -117,10 +114,26 @@ class LocalRole:
         self._pending.append({f"timing_s/{TIMING.get(name, name)}": (time.perf_counter() - began, 1.0)})
         return result
 
+    def note(self, metrics: Mapping[str, tuple[float, float]]) -> None:
+        """Figures of something done for this role, told with the step's."""
+        self._pending.append(metrics)
+
     def drain(self) -> list[Mapping[str, tuple[float, float]]]:
         """Metrics of the stage runs since the last call."""
         pending, self._pending = self._pending, []
         return pending
+
+    async def _stage(self, stage: Stage, rows: Rows) -> Outcome:
+        batch = await self._dock.fetch(rows, stage.reads)
+        result = as_result(await self._call(stage.run, batch), batch, stage)
+        if result.batch is not None and len(result.batch):
+            await self._dock.put(result.batch)
+        return Outcome(result.dropped, result.metrics, result.later)
+
+    async def _update(self, learner: Learner, rows: Rows) -> Mapping[str, tuple[float, float]]:
+        batch = await self._dock.fetch(rows, learner.reads)
+        async with self.lease():
+            return await self.device.call(self.resource.update, batch, learner)
 
     async def _call(self, function: Callable[..., Any], batch: Batch) -> Any:
         if inspect.iscoroutinefunction(function):
@@ -140,7 +153,8 @@ def as_result(value: Any, batch: Batch, stage: Stage) -> Result:
         )
     if stage.writes:
         written = set() if result.batch is None else {int(row) for row in result.batch.row_ids}
-        lost = [int(row) for row in batch.row_ids if int(row) not in written and int(row) not in result.dropped]
+        elsewhere = written.union(result.dropped, map(int, result.later))
+        lost = [int(row) for row in batch.row_ids if int(row) not in elsewhere]
         if lost:
             raise DocklandsError(f"stage {stage.name!r} neither wrote nor dropped rows {lost[:8]}")
     return result

@@ -5,7 +5,8 @@ Legend: B samples, T packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -145,16 +146,21 @@ def mismatch(metrics: SumCount, batch: Batch) -> None:
 class SampleRecorder:
     """Turns the first `most` rows of a step into records for samples/step_*.jsonl.
 
+    tokens   response tokens of a sample that are told one by one; needs `piece`, a token id's text
     version  of the weights that the step's updates start from
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, tokens: int = 0, piece: Callable[[int], str] | None = None) -> None:
         self._most = most
+        self._tokens, self._piece = tokens, piece
         self._records: list[dict[str, Any]] = []
         self.version = 0
 
     def record(self, batch: Batch) -> None:
         self._records = [sample_record(batch, i) for i in range(min(self._most, len(batch)))]
+        if self._tokens and self._piece is not None:
+            for i, record in enumerate(self._records):
+                record["tokens"] = token_record(batch, i, self._tokens, self._piece)
 
     def take(self) -> list[dict[str, Any]]:
         records, self._records = self._records, []
@@ -190,3 +196,31 @@ def prompt_text(row: Any) -> str:
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt and isinstance(prompt[-1], dict):
         return str(prompt[-1].get("content", ""))
     return str(prompt)
+
+
+TOKEN_COLUMNS = {"rollout": ROLLOUT_LOGPROBS, "old": OLD_LOGPROBS, "ref": REF_LOGPROBS, "advantage": TOKEN_ADVANTAGES}
+
+
+def token_record(batch: Batch, i: int, most: int, piece: Callable[[int], str]) -> dict[str, Any]:
+    """The first `most` tokens of a row's response, as lists of equal length.
+
+    text                             of each token
+    mask                             a string of 0 and 1: 1 where the policy sampled the token
+    versions                         weight version of each token as [version, how many in a row]
+    rollout, old, ref, advantage     log-probs in nats and advantages, to 4 digits, where the graph has the column
+    all                              tokens of the whole response
+    """
+    mask_T = batch[LOSS_MASK][i].bool()
+    first = int(mask_T.int().argmax()) if bool(mask_T.any()) else len(mask_T)
+    chosen = slice(first, first + most)
+    record: dict[str, Any] = {
+        "text": [piece(int(token)) for token in batch[TOKEN_IDS][i][chosen]],
+        "mask": "".join("1" if kept else "0" for kept in mask_T[chosen].tolist()),
+        "all": len(mask_T) - first,
+    }
+    if WEIGHT_VERSIONS in batch:
+        record["versions"] = [[v, len(list(run))] for v, run in groupby(batch[WEIGHT_VERSIONS][i][chosen].tolist())]
+    for name, field in TOKEN_COLUMNS.items():
+        if field in batch:
+            record[name] = [round(float(value), 4) for value in batch[field][i][chosen]]
+    return record

@@ -69,7 +69,11 @@ async def score(scorer: Any, rolled: Batch) -> Batch:
 
 
 def summarise(scored: Batch, source: str, ks: Sequence[int] = (), asked: int = 0) -> dict[str, float]:
-    """Metrics `val-core/{source}/...`: mean@N with its interval, best@N, maj@N, pass@k; how many samples were lost."""
+    """Metrics `val-core/{source}/...`: mean@N with its interval, best@N, maj@N, pass@k; how many samples were lost.
+
+    A prompt of which samples were lost counts with those that are left; pass@k leaves it out when these are fewer than
+    k, and `val-aux/{source}/pass@k_prompts` says over how many prompts it is the mean.
+    """
     groups = scored[GROUP_ID].numpy()
     rewards = scored[REWARD].numpy().astype(np.float64)
     order = [np.nonzero(groups == group)[0] for group in np.unique(groups)]
@@ -92,6 +96,7 @@ def summarise(scored: Batch, source: str, ks: Sequence[int] = (), asked: int = 0
         per_prompt = [pass_at_k(len(rows), int((rewards[rows] >= 1).sum()), k) for rows in order if len(rows) >= k]
         low, high = bootstrap_interval(per_prompt)
         found[f"val-core/{source}/pass@{k}"] = float(np.mean(per_prompt)) if per_prompt else float("nan")
+        found[f"val-aux/{source}/pass@{k}_prompts"] = float(len(per_prompt))
         found[f"val-core/{source}/pass@{k}_low"], found[f"val-core/{source}/pass@{k}_high"] = low, high
     return found
 

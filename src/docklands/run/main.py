@@ -17,6 +17,7 @@ from docklands.config.load import load_config, resolved_yaml
 from docklands.config.paths import anchored, resolve_model_path
 from docklands.config.schema import Config
 from docklands.errors import CheckpointError, ConfigError
+from docklands.fleet.supervise import LOST, Restarts, lost_process
 from docklands.obs.console import ConsoleSink
 from docklands.obs.log import setup_logging, teardown_logging
 from docklands.obs.rundir import RunDir, writing
@@ -24,6 +25,7 @@ from docklands.obs.sinks import JsonlSink, Sink, Sinks, TensorBoardSink, WandbSi
 from docklands.obs.spans import SpanRecorder, recording
 from docklands.run import resume as resuming
 from docklands.run.build import build, headline
+from docklands.run.changes import tell_changes
 from docklands.run.loop import train
 from docklands.run.report import write_report
 from docklands.run.session import Run
@@ -42,7 +44,7 @@ def train_run(config: Config, sources: Mapping[str, str], resume: bool) -> int:
     setup_logging(run_dir.path, show=console.say)
     try:
         with recording(SpanRecorder(run_dir.spans)):
-            return asyncio.run(run_training(config, sources, run_dir, console, resume))
+            return train_supervised(config, sources, run_dir, console, resume)
     except ConfigError:  # refused: the same command, corrected, must work
         run_dir.discard()
         raise
@@ -50,6 +52,24 @@ def train_run(config: Config, sources: Mapping[str, str], resume: bool) -> int:
         console.close()
         teardown_logging()
         run_dir.release()
+
+
+def train_supervised(
+    config: Config, sources: Mapping[str, str], run_dir: RunDir, console: ConsoleSink, resume: bool
+) -> int:
+    """Run to the end. A lost process sends the run back to its last checkpoint, see fleet.max_restarts."""
+    restarts = Restarts(config.fleet.max_restarts)
+    while True:
+        try:
+            return asyncio.run(run_training(config, sources, run_dir, console, resume))
+        except (*LOST, BaseExceptionGroup) as error:
+            lost = lost_process(error)
+            step = max((number for number, _ in run_dir.read_metrics()), default=0)
+            if lost is None or not restarts.allow(step):
+                raise
+            log.warning("%s", lost.message)
+            log.warning("after step %d: all processes are started again from the last checkpoint", step)
+            resume = True
 
 
 async def run_training(
@@ -63,7 +83,9 @@ async def run_training(
     try:
         await run.dock.open()
         if resume:
+            tell_changes(config, run_dir, console.say)
             step = await resuming.load_latest(run)
+            check_unfinished(run_dir, step)
             run_dir.truncate_after(step)
             console.say(f"resumed at step {step}" if step else "no complete checkpoint yet: starting at step 0")
         run_dir.write_config(resolved_yaml(anchored(config), sources))
@@ -83,6 +105,19 @@ async def run_training(
     return INTERRUPTED if interrupted else 0
 
 
+def check_unfinished(run_dir: RunDir, step: int) -> None:
+    """CheckpointError for a run that ended without a checkpoint: starting anew would overwrite its records."""
+    last = max((number for number, _ in run_dir.read_metrics()), default=0)
+    if step or not last or not run_dir.config.is_file():
+        return
+    steps = load_config(run_dir.config)[0].run.steps
+    if last >= steps:
+        raise CheckpointError(
+            f"{run_dir.path} ended at step {last} without a checkpoint: there is nothing to go on from",
+            "choose another run.name to start anew; checkpoint.at_end keeps the weights of a run",
+        )
+
+
 async def train_until_done(run: Run) -> bool:
     """True when a stop was asked for before the last step; then a checkpoint of the last whole step is written."""
     try:
@@ -94,6 +129,8 @@ async def train_until_done(run: Run) -> bool:
         if task is not None:
             task.uncancel()
     except Exception as error:
+        if run.stop_asked and lost_process(error):
+            raise KeyboardInterrupt from error  # a worker that went down with the rest is no reason to start again
         await resuming.save_despite(run, error)
         raise
     if run.out_of_prompts:
@@ -149,7 +186,8 @@ def open_sinks(config: Config, run_dir: RunDir, console: ConsoleSink) -> Sinks:
 def evaluate_run(
     config: Config, sources: Mapping[str, str], checkpoint_path: str | None, n: int, k: Sequence[int]
 ) -> dict[str, float]:
-    """Evaluate a run's checkpoint (default: the last; without any: the starting weights) on its held-out prompts.
+    """Evaluate a run's checkpoint (default: the last) on its held-out prompts; of a run that has not begun, the
+    starting weights. CheckpointError when what a run trained was not kept.
 
     The run directory stays as it is: its evals.jsonl compares evaluations of one kind, those of the training.
     """
@@ -171,11 +209,15 @@ async def _evaluate(config: Config, aside: RunDir, path: str | None, ks: Sequenc
         if run.evaluation is None:
             raise ConfigError(f"algorithm {config.algorithm.name} generates nothing to evaluate")
         run.evaluation.ks = ks
-        if path is not None or run_dir.checkpoints.is_dir():
-            found = find_checkpoint(run_dir, path)
-            if found is not None:
-                run.fleet["actor"].resource.load_state_dict(checkpoint.load(found, "actor"))
-                run.step = checkpoint.step_of(found)
+        found = find_checkpoint(run_dir, path)
+        if found is not None:
+            run.fleet["actor"].resource.load_state_dict(checkpoint.load(found, "actor"))
+            run.step = checkpoint.step_of(found)
+        elif run_dir.read_metrics():
+            raise CheckpointError(
+                f"{run_dir.path} has no complete checkpoint: the weights that it trained are not there",
+                "set checkpoint.at_end or checkpoint.every_steps when you train",
+            )
         await run.weights.publish(version=run.step)
         return (await run.measure(run.evaluation, run.step))[0]
     finally:

@@ -45,6 +45,8 @@ async def save(run: Run) -> Path:
         "algorithm": run.algorithm.state_dict(),
         "rng": torch.get_rng_state(),
     }
+    if (rollout := waiting_samples(run)) is not None:
+        flow["rollout"] = rollout.state_dict()
     flow["dock"], files = await run.dock.save()  # last: a prompt may be in both, never in neither
     return await run.fleet["actor"].call("checkpoint", write, run, flow, files)
 
@@ -97,6 +99,11 @@ async def load(run: Run, path: Path) -> None:
     """Raises CheckpointError when a part is missing or damaged, ConfigError when it does not fit this run."""
     for name in ENGINES:
         if name in run.fleet:
+            if name == "critic" and "critic.pt" not in checkpoint.read_stamps(path):
+                raise ConfigError(
+                    f"{path} has no critic: another algorithm than {run.config.algorithm.name} saved it",
+                    "resume with the algorithm that the run was started with",
+                )
             state = checkpoint.load(path, name)
             check_finite(state.get("model") or {}, str(path / f"{name}.pt"), checkpoint.REMOVE)
             with fitting():
@@ -108,12 +115,22 @@ async def load(run: Run, path: Path) -> None:
             run.prompts.load_state_dict(flow["prompts"])
             await run.dock.load(flow["dock"], path)
             run.algorithm.load_state_dict(flow["algorithm"])
+        if (rollout := waiting_samples(run)) is not None and "rollout" in flow:
+            rollout.load_state_dict(flow["rollout"])
         torch.set_rng_state(flow["rng"])
         run.step = int(flow["step"])
     except KeyError as error:
         raise CheckpointError(
             f"{path}: the flow's state lacks {error}", "was it written by another version?"
         ) from error
+
+
+def waiting_samples(run: Run) -> Any:
+    """The rollout worker, where samples may wait in it for another visit; None: nothing of it is to be kept."""
+    if not run.config.rollout.partial_tokens or "rollout" not in run.fleet:
+        return None
+    resource = getattr(run.fleet["rollout"], "resource", None)
+    return resource if hasattr(resource, "load_state_dict") else None
 
 
 @contextmanager

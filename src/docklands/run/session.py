@@ -15,6 +15,7 @@ from docklands.core.protocols import Dock, Outcome, Rows, Sampling, WeightSync
 from docklands.core.stage import Learner
 from docklands.errors import DockClosed, WarehouseLost
 from docklands.fleet.local_backend import Device, LocalRole
+from docklands.obs.flow import FlowLog
 from docklands.obs.metrics import Metrics
 from docklands.obs.rundir import RunDir
 from docklands.obs.sinks import Sinks
@@ -58,8 +59,12 @@ class Run:
     updating: bool = False
     out_of_prompts: bool = False
     host: Device = field(default_factory=lambda: Device("host"))
+    flow: FlowLog = field(init=False)
     _began: float = 0.0
     _cpu: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.flow = FlowLog(self.run_dir.flow)
 
     def steps_left(self) -> Iterator[int]:
         """Steps still to do; ends early when a stop was asked for, or with the prompts."""
@@ -71,7 +76,7 @@ class Run:
         """Time and trace a step. One that finds the flow at its end, because the prompts were, is none."""
         self._began, self._cpu = time.perf_counter(), time.process_time()
         try:
-            with span("step", step=step):
+            with span("step", step=step), self.flow.watching(step, self.dock.counts):
                 yield Metrics()
         except DockClosed:
             if self.updating or step == 0:  # in mid-step, or nothing was ever trained
@@ -106,7 +111,9 @@ class Run:
 
     async def flow_state(self) -> dict[str, float]:
         """The dock when a step's rows have been taken: nothing moves then, so equal runs agree."""
-        stats = {key.removeprefix("dock/"): value for key, value in (await self.dock.counts()).items()}
+        counts = await self.dock.counts()
+        self.flow.write(self.step, counts)
+        stats = {key.removeprefix("dock/"): value for key, value in counts.items()}
         return {k: v for k, v in stats.items() if k in ("in_flight", "bytes") or k.startswith("dropped/")}
 
     def drain(self, metrics: Metrics) -> None:
@@ -184,3 +191,4 @@ class Run:
                 close()
         for device in {role.device for role in self.fleet.values()} | {self.host}:
             device.close()
+        self.flow.close()

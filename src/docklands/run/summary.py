@@ -46,7 +46,9 @@ def interval(metrics: dict[str, float], key: str) -> str:
 
 def closing_lines(run_dir: RunDir, report: Path | None, done: tuple[int, float], say: Say) -> None:
     """Reward at both ends, time, and where everything lies. `done`: steps of this process and its seconds."""
-    rewards = [m["critic/score/mean"] for _, m in run_dir.read_metrics() if "critic/score/mean" in m]
+    names = ("critic/rewards/mean", "critic/score/mean")  # as the console shows them: with penalties, where there are
+    shown = [next((m[name] for name in names if name in m), None) for _, m in run_dir.read_metrics()]
+    rewards = [reward for reward in shown if reward is not None]
     if rewards:
         ends = min(5, max(1, len(rewards) // 2))
         start, stop = sum(rewards[:ends]) / ends, sum(rewards[-ends:]) / ends

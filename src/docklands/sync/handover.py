@@ -12,7 +12,7 @@ Legend: none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -42,10 +42,12 @@ class Handover:
         weights: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
         optimizer: Mapping[str, Tensor],
+        adopt: Callable[[Mapping[str, Tensor], int], int] = lambda _, version: version,
     ) -> dict[str, Tensor]:
         """Publish `version`; returns this device's generation weights by local name, the same tensors each time.
 
         weights, gradients, optimizer  local tensors that leave the device; weights by local name
+        adopt  given the weights and the version, makes the generator hold them; -> the version that it says it has
         Raises SyncError, VersionMismatch, GateFailed.
         """
         with span("handover/to_generation", version=version):
@@ -56,7 +58,7 @@ class Handover:
             published = self.gate.publish(weights) if self.gate else {}
             self._generation = self.resharder.run(weights, self._generation, self._let_go)
             self.tiers.swap_out("weights")  # what no generator reads, and the allocator's freed blocks
-            self.version = version
+            self.version = adopt(self._generation, version)
             if self.gate is not None:
                 self.gate.check(version, self.version, self._generation, published)
         return self._generation

@@ -1,0 +1,1 @@
+"""Configurations of other systems as ours: the mechanism (base), a table for each system, and their pages."""

@@ -1,0 +1,64 @@
+"""Sections that say how training and generation are spread, and how weights go from the one to the other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from docklands.config.section import NonNegative, Positive, Section
+
+
+class LayoutSection(Section):
+    """How training is spread over processes: one for each rank; their number is the product of all but vpp, ep, etp."""
+
+    dp: Positive = Field(default=1, description="replicas that see other rows")
+    fsdp: Positive = Field(default=1, description="replicas that also share parameters and optimizer state (ZeRO-3)")
+    tp: Positive = Field(default=1, description="ranks that split heads, feed-forward columns and vocabulary")
+    sp: bool = Field(default=True, description="sequence parallel: tensor ranks hold other tokens between products")
+    pp: Positive = Field(default=1, description="pipeline stages")
+    vpp: Positive = Field(default=1, description="model chunks per stage, interleaved")
+    cp: Positive = Field(default=1, description="ranks that split the tokens of a row")
+    schedule: Literal["1f1b", "zero_bubble"] = Field(
+        default="1f1b", description="of a pipeline; zero_bubble: weight gradients fill its gaps (not with fsdp)"
+    )
+    context: Literal["ulysses", "ring"] = Field(default="ulysses", description="how cp attends: heads or keys travel")
+    ep: Positive = Field(default=1, description="ranks that hold different experts, out of a stage's")
+    etp: Positive = Field(default=1, description="ranks that split one expert: 1 or tp")
+
+
+class GenerationLayoutSection(Section):
+    """How generation is spread over worker processes (tp x dp): by default whole models, one on each rank of training.
+    Where there are no worker processes and nothing is set here, engines are in the driver.
+    """
+
+    dp: NonNegative = Field(default=0, description="replicas that generate other rows; 0: as many as there is room for")
+    tp: Positive = Field(default=1, description="ranks that split heads, feed-forward columns and vocabulary")
+    ep: Positive = Field(default=1, description="ranks that hold different experts, out of all replicas'")
+    etp: Positive = Field(default=1, description="ranks that split one expert: 1 or tp")
+
+    @property
+    def spread(self) -> bool:
+        """Whether anything is asked for."""
+        return self != type(self)()
+
+
+class SyncSection(Section):
+    """Resharding flow: how weights get from the training layout to the generation layout."""
+
+    method: Literal["auto", "minimal", "allgather_swap", "broadcast"] = Field(
+        default="auto", description="auto: minimal; broadcast where generators have devices of their own"
+    )
+    bucket_mib: float = Field(default=256.0, gt=0, description="most that a device sends or receives at once, in MiB")
+    swap: Literal["none", "host", "disk"] = Field(
+        default="none",
+        description="where training state waits while its device generates: pinned memory, or (CPU only) a file in "
+        "TMPDIR",
+    )
+    gate: bool = Field(default=True, description="compare versions and checksums of all generators after each publish")
+    probe_every: NonNegative = Field(
+        default=0, description="publishes between two comparisons of trainer and generator log-probs; 0: never"
+    )
+    probe_tolerance: float | None = Field(
+        default=None, gt=0, description="largest difference in nats; null: 1e-4 in float32, 0.5 in bfloat16"
+    )

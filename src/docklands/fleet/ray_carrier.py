@@ -1,0 +1,232 @@
+"""Worker processes placed by Ray, on one node or many: an actor for each rank, in one placement group.
+
+A running Ray is joined (fleet.ray_address, RAY_ADDRESS, or the one of this machine); else one is started here and ends
+with the run. Actors belong to the driver: when it dies, however it dies, Ray ends them. Ranks follow the nodes, so that
+neighbouring ranks (tensor groups) share a node. The only place that imports Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from docklands.errors import ConfigError, WorkerLost
+from docklands.fleet.host import Host, Message, Seat, Setup
+
+RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
+"""What Ray calls the devices of a kind."""
+STOP_S, KNOCK_S = 10.0, 10.0
+"""Seconds that an actor gets to go, and a Ray to be heard of."""
+
+
+class Actor:
+    """A worker process, as Ray runs it."""
+
+    def place(self) -> tuple[str, str, int]:
+        """(id of the node, its address, process id)."""
+        context = ray.get_runtime_context()
+        return context.get_node_id(), ray.util.get_node_ip_address(), os.getpid()
+
+    def begin(self, setup: Setup, seat: Seat) -> None:
+        """Take a seat among the ranks."""
+        self.host = Host(setup, seat)
+
+    def answer(self, message: Message) -> Any:
+        """See Host.answer."""
+        yield from self.host.answer(message)
+
+    @ray.method(concurrency_group="urgent")
+    def urgent(self, message: Message) -> None:
+        """See Host.urgent."""
+        self.host.urgent(message)
+
+
+class RayLine:
+    """An actor."""
+
+    def __init__(self, actor: Any, address: str, pid: int) -> None:
+        self.actor, self.address, self.pid = actor, address, pid
+        self.answers: Any = None
+        self._fate = "died"
+
+    @property
+    def where(self) -> str:
+        return f"pid {self.pid} on {self.address}"
+
+    def send(self, message: Message) -> None:
+        self.answers = self.actor.answer.options(num_returns="streaming").remote(message)
+
+    def receive(self) -> Any:
+        try:
+            found = ray.get(next(self.answers))
+        except (RayError, StopIteration) as error:
+            self._fate = f"died: {' '.join(str(error).split())}"
+            raise EOFError from None
+        if found[0] != "item":
+            self.answers = None
+        return found
+
+    def urgent(self, message: Message) -> None:
+        with contextlib.suppress(RayError):
+            self.actor.urgent.remote(message)
+
+    def fate(self) -> str:
+        return self._fate
+
+    def kill(self) -> None:
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(self.actor)
+
+    def leave(self) -> None:
+        self.kill()
+
+    def close(self) -> None:
+        """Until the process has gone, so that its device is free."""
+        with contextlib.suppress(RayError):
+            ray.wait([self.actor.place.remote()], timeout=STOP_S)
+
+
+class RayCarrier:
+    """Places actors.
+
+    address   of a running Ray; empty: see the module
+    resource  of which every worker takes one; empty: GPU or NPU on those devices, else CPU
+    strategy  of the placement group: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD
+    """
+
+    def __init__(self, address: str = "", resource: str = "", strategy: str = "PACK") -> None:
+        self.address, self.resource, self.strategy = address, resource, strategy
+        self.home = "127.0.0.1"
+        self._group: Any = None
+        self._reaper: subprocess.Popen[bytes] | None = None
+        self._joined = ""
+
+    def start(self, setup: Setup, deadline_s: float) -> list[Any]:
+        """See Carrier."""
+        number = setup.world_size
+        before = descendants()
+        self._joined = join(self.address, number)
+        self.home = ray.util.get_node_ip_address()
+        resource = self.resource or RESOURCES[setup.device]
+        self._group = placement_group([{resource: 1}] * number, strategy=self.strategy)
+        if not self._group.wait(deadline_s):
+            have = ray.cluster_resources().get(resource, 0)
+            raise ConfigError(
+                f"fleet: Ray has no room for {number} workers with one {resource} each within {deadline_s:.0f} s "
+                f"(the cluster has {have:g} {resource})",
+                "add nodes with `ray start`, wait for other jobs to end, or use a smaller layout",
+            )
+        remote: Any = ray.remote  # its stubs know no concurrency groups
+        kind = remote(concurrency_groups={"urgent": 1})(Actor)
+        actors = [
+            kind.options(
+                **taking(resource),
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
+            ).remote()
+            for index in range(number)
+        ]
+        try:
+            places = ray.get([actor.place.remote() for actor in actors], timeout=deadline_s)
+        except (RayError, GetTimeoutError) as error:
+            raise WorkerLost(
+                f"a worker did not start on Ray: {' '.join(str(error).split())}", "see Ray's logs"
+            ) from None
+        seated = sorted(zip(places, actors), key=lambda pair: (pair[0][1], pair[0][0]))  # stable: nodes together
+        lines = []
+        for rank, ((_, address, pid), actor) in enumerate(seated):
+            actor.begin.remote(setup, Seat(rank, 0, address))  # Ray shows an actor only the device that it was given
+            lines.append(RayLine(actor, address, pid))
+        if self._joined == "started":
+            self._reaper = reaper([pid for pid in descendants() if pid not in before])
+        return lines
+
+    def wait(self, lines: Sequence[RayLine], timeout_s: float) -> list[Any]:
+        """See Carrier."""
+        asked = [line for line in lines if line.answers is not None]
+        ready, _ = ray.wait([line.answers for line in asked], num_returns=1, timeout=timeout_s)
+        return [line for line in asked if any(line.answers is found for found in ready)]
+
+    def close(self) -> None:
+        """Give the resources back; end the Ray that was started here."""
+        if self._group is not None and ray.is_initialized():
+            with contextlib.suppress(RayError):
+                remove_placement_group(self._group)
+        self._group = None
+        if self._joined:
+            ray.shutdown()
+        self._joined = ""
+        if self._reaper is not None:
+            self._reaper.kill()
+            self._reaper.communicate()
+            self._reaper = None
+
+
+def taking(resource: str) -> dict[str, Any]:
+    """Ray's options of an actor that takes one of a resource."""
+    if resource == "CPU":
+        return {"num_cpus": 1}
+    return {"num_cpus": 0, **({"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}})}
+
+
+def join(address: str, workers: int) -> str:
+    """ "joined" a running Ray, or "started" one on this machine; "" when this process was part of one before.
+
+    ConfigError when none answers at an address that was asked for; the address "local" starts one in any case.
+    """
+    if ray.is_initialized():
+        return ""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {"namespace": "docklands", "log_to_driver": False, "logging_level": logging.ERROR}
+    wanted = address or os.environ.get("RAY_ADDRESS", "")
+    if wanted != "local":
+        if ":" in wanted and "//" not in wanted:
+            knock(wanted)
+        try:
+            ray.init(address=wanted or "auto", **options)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            if wanted:
+                raise nobody(wanted, error) from None
+        else:
+            return "joined"
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default runs workers at the lowest priority
+    ray.init(address="local", num_cpus=max(os.cpu_count() or 1, workers), include_dashboard=False, **options)
+    return "started"
+
+
+def descendants() -> list[int]:
+    """Processes that this one has started, and theirs."""
+    return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+def reaper(pids: list[int]) -> subprocess.Popen[bytes]:
+    """Kills these processes as soon as this one has gone, however it went: some of Ray's would stay for minutes."""
+    words = ["sh", "-c", 'read _; kill -9 "$@"', "reaper", *map(str, pids)]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+
+
+def knock(address: str) -> None:
+    """ConfigError when nothing listens at HOST:PORT: Ray itself would wait for it for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise nobody(address, error) from None
+
+
+def nobody(address: str, error: Exception) -> ConfigError:
+    """No Ray where one was asked for."""
+    return ConfigError(
+        f"fleet: no Ray answers at {address}: {' '.join(str(error).split())}", "start it with `ray start --head`"
+    )

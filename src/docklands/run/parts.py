@@ -1,0 +1,129 @@
+"""What roles are made from, checked against each other: config, model, tokenizer, algorithm, worker processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from docklands import device as devices
+from docklands import models
+from docklands.algorithms import build_algorithm
+from docklands.algorithms.base import Algorithm
+from docklands.algorithms.stages import with_routes
+from docklands.config.paths import resolve_model_path
+from docklands.config.schema import Config
+from docklands.core.fields import Field
+from docklands.core.graph import Graph
+from docklands.data.tokenizer import Tokenizer, load_tokenizer
+from docklands.errors import ConfigError
+from docklands.fleet.generation import generation_of
+from docklands.fleet.host import Setup
+from docklands.fleet.local_carrier import LocalCarrier
+from docklands.fleet.workers import Carrier, Workers
+from docklands.obs.rundir import RunDir
+from docklands.parallel import Layout
+from docklands.rollout.capacity import check_lengths, check_vocabulary
+from docklands.rollout.partial import check_partial
+from docklands.run.routes import check_router, routes_column
+from docklands.sync.publish import check_sync
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What roles are made from. workers: None when all engines live in this process."""
+
+    config: Config
+    tokenizer: Tokenizer
+    algorithm: Algorithm
+    device: str
+    model_path: Path
+    log: Path
+    workers: Workers | None = None
+    routes: Field[Any] | None = None
+
+    def graph(self) -> Graph:
+        """The algorithm's, with the column of router choices when those are recorded."""
+        plain = self.algorithm.graph()
+        if self.routes is None:
+            return plain
+        return with_routes(plain, self.routes, replay=self.config.train.replay_routes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype of the trainers."""
+        return getattr(torch, self.config.train.dtype)
+
+    @property
+    def rollout_dtype(self) -> torch.dtype:
+        name = self.config.rollout.dtype
+        return self.dtype if name == "auto" else getattr(torch, name)
+
+
+def build_parts(config: Config, run_dir: RunDir) -> Parts:
+    """Check the config against model, tokenizer and algorithm. Raises ConfigError and its kind."""
+    devices.keep_freed_memory()
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    torch.manual_seed(config.run.seed)
+    if not config.model.path:
+        raise ConfigError("model.path is empty", "the path of a Hugging Face directory, or cache:NAME")
+    algorithm = build_algorithm(config)
+    path = resolve_model_path(config.model.path)
+    tokenizer = load_tokenizer(resolve_model_path(config.model.tokenizer) if config.model.tokenizer else path)
+    where = str(devices.choose(config.run.device))
+    shape = models.read_config(path)
+    check_vocabulary(tokenizer.vocab_size, shape)
+    if "rollout" in algorithm.graph().roles:
+        check_lengths(config.rollout, config.data.max_prompt_tokens, shape)
+    check_partial(config.rollout, config.dock.max_staleness)
+    check_router(config, shape)
+    routes = routes_column(config, shape)
+    workers = build_workers(config, path, where, run_dir, "rollout" in algorithm.graph().roles)
+    return Parts(config, tokenizer, algorithm, where, path, run_dir.log, workers, routes)
+
+
+def build_workers(config: Config, path: Path, device: str, run_dir: RunDir, generates: bool) -> Workers | None:
+    """Processes of the layouts; None when the driver is the only one. LayoutError, before any starts, when they do not
+    fit the model or each other.
+    """
+    layout = Layout(**config.layout.model_dump())
+    shape = models.read_config(path)
+    layout.check_model(shape)
+    if not config.has_workers:
+        if config.sync.swap != "none":
+            raise ConfigError(
+                f"sync.swap is {config.sync.swap}, but trainer and generator are one process",
+                "sync.swap: none, or worker processes: layout, or rollout.layout.dp=1",
+            )
+        return None
+    apart = config.fleet.placement == "disaggregated" and generates
+    generation = generation_of(config, shape) if generates else layout
+    if generates:
+        check_sync(config.sync, device, apart)
+    setup = Setup(
+        layout,
+        generation.world_size if apart else 0,
+        device=device.split(":")[0],
+        threads=max(1, (config.run.threads or torch.get_num_threads()) // layout.world_size),
+        wait_s=config.dock.wait_s,
+        log=run_dir.log.resolve(),
+        spans=run_dir.spans.resolve(),
+    )
+    return Workers(setup, build_carrier(config))
+
+
+def build_carrier(config: Config) -> Carrier:
+    """Where worker processes run. Ray is imported only when it is asked for."""
+    fleet = config.fleet
+    if fleet.backend == "local":
+        return LocalCarrier()
+    try:
+        from docklands.fleet.ray_carrier import RayCarrier
+    except ImportError as error:
+        raise ConfigError(
+            f"fleet.backend is ray, but Ray cannot be imported: {error}", "pip install docklands[ray]"
+        ) from None
+    return RayCarrier(fleet.ray_address, fleet.ray_resource, fleet.ray_strategy)

@@ -1,0 +1,246 @@
+"""Publishing by plan: each process of the world takes its part, and its device goes from training to generation.
+
+Legend: T tokens of the probe.
+
+    publish          probe (trainer) -> hand-over or copy -> the generator holds the buffers -> gate -> its probe
+    generated        the last generation of a step has ended: training state begins to come back, where it was swapped
+    for_training     before any use of training state: it is here
+    for_generation   before any generation: the weights are here (after a swap they are resharded once more if the
+                     device trained since the last publish, which happens when a step asks for more samples)
+
+A run in one process has nothing to plan; see sync/in_process.py.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from docklands.config.layouts import SyncSection
+from docklands.errors import ConfigError
+from docklands.models.config import ModelConfig
+from docklands.obs.spans import span
+from docklands.parallel.layout import Layout
+from docklands.sync.gate import Gate, check_probe
+from docklands.sync.handover import Handover
+from docklands.sync.memory import Kind, MemoryTiers
+from docklands.sync.plan import MIB, Options, Plan, plan_reshard
+from docklands.sync.reshard import Resharder
+
+PROBE = (24, 17)
+"""Tokens of the probe's sequences."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.5}
+Resident = Mapping[Kind, Mapping[str, Tensor]]
+SumCount = dict[str, tuple[float, float]]
+
+
+class Trainer(Protocol):
+    """This process's part of what is trained."""
+
+    def resident(self) -> Resident:
+        """Local tensors that wait elsewhere during generation; among "weights" those of the policy by local name."""
+        ...
+
+    def probe(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Log-probs of these sequences, fp32 [T], the same on every rank; each sequence's first is 0."""
+        ...
+
+
+class Generator(Protocol):
+    """This process's part of a generator."""
+
+    @property
+    def version(self) -> int: ...
+
+    def hold(self, weights: Mapping[str, Tensor], version: int) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class Route:
+    """From where to where.
+
+    apart  generators are on devices of their own, after the trainers'
+    dtype  of generation
+    temperature  by which the trainer divides its logits
+    """
+
+    model: ModelConfig
+    training: Layout
+    generation: Layout
+    dtype: torch.dtype
+    apart: bool = False
+    temperature: float = 1.0
+
+    def plan(self, section: SyncSection) -> Plan:
+        """LayoutError when the model does not divide."""
+        method = section.method
+        if method == "auto":
+            method = "broadcast" if self.apart else "minimal"
+        size = max(1, int(section.bucket_mib * MIB))
+        options = Options(method, size, itemsize=self.dtype.itemsize, apart=self.apart)
+        return plan_reshard(self.model, self.training, self.generation, options)
+
+
+def check_sync(section: SyncSection, device: str, apart: bool) -> None:
+    """ConfigError for a swap that cannot be, or that has nothing to do."""
+    kind, on_cpu = section.swap, torch.device(device).type == "cpu"
+    if kind == "none":
+        return
+    if apart:
+        raise ConfigError(
+            f"sync.swap is {kind}, but generators have devices of their own", "sync.swap: none; nothing shares a device"
+        )
+    if kind == "host" and on_cpu:
+        raise ConfigError("sync.swap is host, but the device is the host", "sync.swap: disk, or none")
+    if kind == "disk" and not on_cpu:
+        raise ConfigError("sync.swap is disk, but training state is on an accelerator", "sync.swap: host")
+
+
+class Publisher:
+    """This process's part in publishing. Every process of the world makes one, and calls `publish` alike.
+
+    trainer, generator  None where it does not train, does not generate
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        section: SyncSection,
+        trainer: Trainer | None,
+        generator: Generator | None,
+        *,
+        device: str = "cpu",
+        timeout_s: float = 600.0,
+    ) -> None:
+        check_sync(section, device, route.apart)
+        plan = route.plan(section)
+        self.route, self.section = route, section
+        self.trainer, self.generator = trainer, generator
+        self.tiers = None if section.swap == "none" else MemoryTiers(device, tempfile.gettempdir())
+        ledger = None if self.tiers is None else self.tiers.ledger
+        self.resharder = Resharder(plan, dtype=route.dtype, device=device, timeout_s=timeout_s, ledger=ledger)
+        self.gate = Gate(plan, self.resharder.dtype_of) if section.gate else None
+        self._handover = None if self.tiers is None else Handover(self.resharder, self.tiers, self.gate)
+        self._timeout = timeout_s
+        self._weights: dict[str, Tensor] | None = None
+        self._generates = self._away = False  # the device is generation's; training state is elsewhere
+        self._published = 0
+        self.version = -1
+
+    # --- the loop's calls -------------------------------------------------------------------------------------
+
+    def publish(self, version: int) -> SumCount:
+        """Every generator holds the trainer's weights as `version`; -> metrics of this device.
+
+        Raises SyncError on every rank: MissingWeight, ShapeMismatch, VersionMismatch, GateFailed.
+        """
+        every = self.section.probe_every
+        probed = bool(every) and self._published % every == 0
+        sequences = probe_sequences(self.route.model.vocab_size) if probed else []
+        self.for_training()
+        trainer_T = self.trainer.probe(sequences) if probed and self.trainer is not None else None
+        self.version = version
+        self._to_generation()
+        self._published += 1
+        counts = self.resharder.counts
+        found = {
+            "reshard/bytes_received": (float(counts.received), 1.0),
+            "reshard/peak_bytes": (float(counts.peak), 1.0),
+            "timing_s/reshard/move": (counts.seconds, 1.0),
+            "reshard/freed_bytes": (self._freed(), 1.0),
+        }
+        if probed:
+            found["reshard/probe_diff"] = (self._compare(sequences, trainer_T), 1.0)
+        return found
+
+    def for_generation(self) -> None:
+        """The generator's weights are here. Call on every rank."""
+        if self._generates or self.version < 0:
+            return
+        if self._handover is not None:
+            self._to_generation()
+        elif self._weights is not None:
+            self._adopt(self._weights, self.version)
+            self._generates = True
+
+    def generated(self) -> None:
+        """Nothing generates any more before the next update: the KV cache goes, training state begins to come back."""
+        if self._generates and not self.route.apart:
+            self._end_generation()
+            if self._handover is not None:
+                self._handover.prefetch()
+
+    def for_training(self) -> None:
+        """Training state is here; waits for what is still on its way."""
+        if self._generates and not self.route.apart:
+            self._end_generation()
+        if self._handover is not None and self._away:
+            self._handover.to_training(self._timeout)
+            self._away = False
+
+    def close(self) -> None:
+        """Give the lower tier up."""
+        if self.tiers is not None:
+            self.for_training()
+            self.tiers.close()
+
+    # --- parts ------------------------------------------------------------------------------------------------
+
+    def _end_generation(self) -> None:
+        self._generates = False
+        if self.generator is not None:
+            self.generator.sleep()
+
+    def _to_generation(self) -> None:
+        resident = self.trainer.resident() if self.trainer is not None else {}
+        weights = resident.get("weights", {})
+        if self._handover is not None:
+            rest = resident.get("gradients", {}), resident.get("optimizer", {})
+            self._weights = self._handover.to_generation(self.version, weights, *rest, adopt=self._adopt)
+        else:
+            with span("publish", version=self.version):
+                published = self.gate.publish(weights) if self.gate is not None else {}
+                self._weights = self.resharder.run(weights, self._weights)
+                held = self._adopt(self._weights, self.version)
+                if self.gate is not None:
+                    self.gate.check(self.version, held, self._weights, published)
+        self._generates, self._away = True, self._handover is not None
+
+    def _adopt(self, weights: Mapping[str, Tensor], version: int) -> int:
+        """Give the generator its weights; -> the version that it says it has."""
+        if self.generator is None:
+            return version
+        self.generator.hold(weights, version)
+        return self.generator.version
+
+    def _freed(self) -> float:
+        """Bytes of training state that left the device."""
+        kinds: tuple[Kind, ...] = ("weights", "gradients", "optimizer")
+        return 0.0 if self.tiers is None else float(self.tiers.bytes(*kinds))
+
+    def _compare(self, sequences: Sequence[Sequence[int]], trainer_T: Tensor | None) -> float:
+        """Largest difference of the probe's log-probs over all generators, the same on every rank. GateFailed."""
+        generator_T = self.generator.score(sequences, self.route.temperature) if self.generator is not None else None
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (trainer_T, generator_T))
+        expected_T = next(trainer for trainer, _ in found if trainer is not None)
+        tolerance = self.section.probe_tolerance or TOLERANCE[self.route.dtype]
+        said = [generator for _, generator in found if generator is not None]
+        return max(check_probe(expected_T, generator_T, tolerance, self.version) for generator_T in said)
+
+
+def probe_sequences(vocabulary: int) -> list[list[int]]:
+    """The same on every rank and at every publish."""
+    draw = np.random.default_rng(17)
+    return [draw.integers(0, vocabulary, size).tolist() for size in PROBE]

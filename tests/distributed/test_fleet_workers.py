@@ -1,0 +1,247 @@
+"""Train engines in worker processes that read the dock themselves: the same results, errors that say who and where."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from docklands.config.schema import TrainSection
+from docklands.core.batch import Packed
+from docklands.core.fields import OLD_LOGPROBS, VALUES
+from docklands.core.loss import Denominators, LossResult, ModelOutput
+from docklands.errors import DataError, NonFinite, WarehouseLost, WorkerLost
+from docklands.fleet.engines import RemoteEngine
+from docklands.fleet.host import Context, Setup
+from docklands.fleet.local_carrier import LocalCarrier
+from docklands.fleet.workers import Workers
+from docklands.models import load
+from docklands.parallel import Layout
+from docklands.train import TrainEngine
+from docklands.train.share import rows_of_replicas
+from tests.distributed.cases import OPTIM, TRAIN, alone, batches, difference
+from tests.fleet_cases import ACTOR, VALUE, Flow, flow, learner, numbered, spec
+from tests.train_cases import ACTOR_WITH_ENTROPY, policy_loss
+
+LAYOUT = Layout(dp=2, tp=2)
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    made = Workers(Setup(LAYOUT, wait_s=60, log=tmp_path_factory.mktemp("log")), LocalCarrier())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Workers]:
+    """Workers that a test breaks."""
+    made = Workers(Setup(Layout(dp=2), wait_s=30, log=tmp_path / "log"), LocalCarrier())
+    yield made
+    made.close()
+
+
+def pids(workers: Workers) -> list[int]:
+    return [line.pid for line in workers.lines]  # type: ignore[attr-defined]
+
+
+async def same_as_alone(flow: Flow, path: Path) -> None:
+    """Log-probs, values, three updates of both engines, and the weights: those of one process."""
+    policy, critic = alone(path), alone(path, True)
+    for step in range(3):
+        await flow.admit(step)
+        rows, written = await flow.forward()
+        if step == 0:
+            for column, expected in ((OLD_LOGPROBS, policy), (VALUES, critic)):
+                whole = written.by_id(numbered(0).row_ids)[column]
+                assert difference(whole.values, expected["before"]) < 1e-5
+        for role, update, expected in ((flow.actor, ACTOR, policy), (flow.critic, VALUE, critic)):
+            metrics = await role.update(update, rows)
+            for name in ("loss", "grad_norm", "tokens"):
+                key = f"{update.name}/{name}"
+                assert metrics[key][0] == pytest.approx(expected["metrics"][step][key][0], rel=1e-5, abs=1e-7), key
+        await flow.dock.retire(rows)
+    for role, expected in ((flow.actor, policy), (flow.critic, critic)):
+        for name, weight in role.resource.weights():  # type: ignore[attr-defined]
+            assert difference(weight, expected["weights"][name]) < 1e-5, name
+
+
+def test_ranks_that_read_the_dock_train_as_one_process(workers: Workers, models: Path, tmp_path: Path) -> None:
+    """A tensor leaves the dock once for each replica, and none passes the driver."""
+
+    async def run() -> None:
+        path = models / "qwen3_tied"
+        async with flow(workers, path, tmp_path) as made:
+            await same_as_alone(made, path)
+            stats = await made.dock.stats()
+            tokens = sum(batch.num_tokens for batch in batches())
+            assert stats["dock/old_logprobs/bytes_out"] == pytest.approx(tokens * 5 + 36 * 8)
+
+    asyncio.run(asyncio.wait_for(run(), 90))
+
+
+def test_the_state_is_that_of_one_process(workers: Workers, models: Path, tmp_path: Path) -> None:
+    path = models / "llama_bias"
+
+    async def train(engine: RemoteEngine | None, first: int, state: Any = None) -> dict[str, Any]:
+        async with flow(workers, path, tmp_path / str(first)) as made:
+            if state is not None:
+                made.actor.resource.load_state_dict(state)  # type: ignore[attr-defined]
+            await made.admit(first)
+            rows, _ = await made.forward()
+            await made.actor.update(ACTOR, rows)
+            made.actor.resource.version = 7  # type: ignore[attr-defined]
+            return made.actor.resource.state_dict()  # type: ignore[attr-defined]
+
+    state = asyncio.run(asyncio.wait_for(train(None, 0), 60))
+    local = TrainEngine(load(path / "policy"), TrainSection(**TRAIN), OPTIM, max_tokens=8, total_updates=10)
+    local.load_state_dict(state)
+    assert (local.version, local.updates, local.notes) == (7, 1, [])
+    there = asyncio.run(asyncio.wait_for(train(None, 1, local.state_dict()), 60))
+    local.update(batches()[1], ACTOR_WITH_ENTROPY)
+    here = dict(local.state_dict()["model"])
+    assert all(difference(there["model"][name], here[name]) < 1e-5 for name in here)
+
+
+def nan_loss(packed: Packed, out: ModelOutput, denominators: Denominators) -> LossResult:
+    result = policy_loss(packed, out, denominators)
+    return LossResult(result.loss * torch.nan, result.metrics)
+
+
+def test_an_error_of_all_ranks_is_raised_and_the_workers_go_on(workers: Workers, models: Path, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with flow(workers, models / "qwen3_tied", tmp_path) as made:
+            await made.admit(0)
+            rows, _ = await made.forward()
+            with pytest.raises(NonFinite, match="the loss of actor is nan at update 1"):
+                await made.actor.update(learner(nan_loss), rows)
+            gone = rows.select(np.arange(2))
+            gone.row_ids[:] = 999  # on one replica only, and both must hear of it before they meet
+            with pytest.raises(WarehouseLost, match="cannot read its rows"):
+                await made.actor.update(ACTOR, gone)
+            assert np.isfinite((await made.actor.update(ACTOR, rows))["actor/grad_norm"][0])
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    with pytest.raises(DataError, match="does not exist"):
+        RemoteEngine(workers, "other", spec(models / "nothing"))
+
+
+def broken_loss(packed: Packed, out: ModelOutput, denominators: Denominators) -> LossResult:
+    """A fault of the user's on one replica only."""
+    if 100 in packed.batch.row_ids:
+        raise ZeroDivisionError("a loss that divides by nothing")
+    return policy_loss(packed, out, denominators)
+
+
+def test_a_rank_that_fails_alone_ends_the_group_by_name(
+    own: Workers, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("docklands.fleet.workers.GRACE_S", 0.5)
+
+    async def run() -> None:
+        async with flow(own, models / "qwen3_tied", tmp_path) as made:
+            await made.admit(0)
+            rows, _ = await made.forward()
+            with pytest.raises(WorkerLost, match="failed during actor update.*a loss that divides by nothing"):
+                await made.actor.update(learner(broken_loss), rows)
+            with pytest.raises(WorkerLost, match="a loss that divides by nothing"):
+                await made.actor.update(ACTOR, rows)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+class Sleeper:
+    """An object of a role: waits, notes what it is told meanwhile."""
+
+    def __init__(self, context: Context) -> None:
+        self.context, self.told = context, threading.Event()
+
+    def wait(self) -> bool:
+        """Until somebody tells it to stop."""
+        print("waiting", flush=True)
+        return self.told.wait(30.0)
+
+    def stop(self) -> None:
+        self.told.set()
+
+    def where(self) -> tuple[int, list[int], list[int]]:
+        return self.context.rank, list(self.context.trainers), list(self.context.generators)
+
+
+def test_pitfall_30_a_killed_rank_is_named_with_its_last_words(own: Workers, tmp_path: Path) -> None:
+    own.make("sleeper", Sleeper)
+    victim = pids(own)[1]
+    threading.Timer(0.3, os.kill, (victim, signal.SIGKILL)).start()
+    said = rf"worker 1 \(pid {victim}\) died with exit code -9 .* during sleeper wait, \d+ MiB resident before\nwaiting"
+    with pytest.raises(WorkerLost, match=said):
+        own.call("sleeper", "wait")
+    assert until_gone(pids(own))
+
+
+def until_gone(numbers: list[int]) -> bool:
+    end = time.monotonic() + 10
+    while time.monotonic() < end and any(alive(number) for number in numbers):
+        time.sleep(0.02)
+    return not any(alive(number) for number in numbers)
+
+
+def alive(pid: int) -> bool:
+    """A zombie has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_generators_of_their_own_work_beside_the_trainers(tmp_path: Path) -> None:
+    """Ranks 0 and 1 train, 2 generates: disjoint calls run at the same time, urgent ones beside a call."""
+    made = Workers(Setup(Layout(dp=2), generators=1, wait_s=30, log=tmp_path), LocalCarrier())
+    try:
+        made.make("sleeper", Sleeper)
+        assert made.call("sleeper", "where") == [(rank, [0, 1], [2]) for rank in range(3)]
+        waits = threading.Thread(
+            target=made.call, args=("sleeper", "wait"), kwargs={"ranks": made.setup.generator_ranks}
+        )
+        waits.start()
+        assert made.call("sleeper", "where", ranks=made.setup.trainer_ranks) == [(r, [0, 1], [2]) for r in range(2)]
+        assert waits.is_alive()
+        log = tmp_path / "worker.2.log"
+        end = time.monotonic() + 20
+        while "waiting" not in log.read_text() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert "worker 2: pid" in made.describe()  # as the watchdog does
+        made.urgent("sleeper", "stop", ranks=[2])
+        waits.join(20)
+        assert not waits.is_alive()
+        while "in wait" not in log.read_text() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert "in wait" in log.read_text(), "the stack of the thread that computes"
+    finally:
+        made.close()
+    assert until_gone(pids(made))
+
+
+def lengths_of(rows: list[np.ndarray], lengths: np.ndarray) -> list[int]:
+    return [int(lengths[replica].sum()) for replica in rows]
+
+
+def test_pitfall_34_replicas_get_equal_work() -> None:
+    """One of 32 samples is 20 times longer; and groups stay whole where that costs nothing."""
+    lengths, groups = np.array([200] + [10] * 31), np.arange(32) // 4
+    assert max(lengths_of(rows_of_replicas(lengths, groups, 2), lengths)) <= 1.05 * lengths.sum() / 2
+    for even in (np.full(32, 10), np.zeros(32, np.int64)):  # lengths are 0 before rollout
+        rows = rows_of_replicas(even, groups, 4)
+        assert [len(replica) for replica in rows] == [8] * 4
+        assert all(len({row // 4 for row in replica.tolist()}) == 2 for replica in rows)
+        assert sorted(np.concatenate(rows).tolist()) == list(range(32))
+    few = rows_of_replicas(lengths[:1], groups[:1], 4)
+    assert [len(replica) for replica in few] == [1, 0, 0, 0]

@@ -1,0 +1,110 @@
+"""Whole runs over worker processes: equal to the bit, through a worker's death, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from docklands.core.protocols import Rows
+from docklands.core.stage import Stage
+from docklands.dock import hosted
+from docklands.dock.launch import Launcher
+from docklands.dock.warehouse.arena import SHM
+from docklands.errors import ConfigError, WarehouseLost, WorkerLost
+from docklands.fleet.supervise import Restarts, lost_process
+from docklands.fleet.workers import Workers
+from docklands.obs.rundir import RunDir
+from docklands.run import parts
+from tests.dock_processes import Forked
+from tests.e2e.runs import ROOT, command, environment, run_here, train_arguments
+from tests.e2e.test_dock_in_processes import lines, same_run, until
+
+RECIPE = "mix6_grpo.yaml"
+SPREAD = ("layout.dp=2", "rollout.samples_per_prompt=8")
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dock's processes come from a forkserver, in a second instead of ten."""
+    monkeypatch.setattr(hosted, "Launcher", lambda *arguments: Launcher(*arguments, spawn=Forked))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """Four steps on two ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hosted, "Launcher", lambda *arguments: Launcher(*arguments, spawn=Forked))
+        return run_here(RECIPE, tmp_path_factory.mktemp("two") / "run", "run.steps=4", *SPREAD)
+
+
+def test_two_runs_are_equal_to_the_bit(undisturbed: RunDir, tmp_path: Path) -> None:
+    same_run(undisturbed, run_here(RECIPE, tmp_path / "run", "run.steps=4", *SPREAD))
+    assert "Traceback" not in (undisturbed.log / "worker.1.log").read_text()
+
+
+def test_a_worker_lost_too_often_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It dies when the first update has its rows, and the run may not start it again."""
+    made: list[Workers] = []
+    take = hosted.HostedDock.take
+
+    class Watched(Workers):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    async def deadly(self: hosted.HostedDock, of: Stage, **want: Any) -> Rows:
+        rows = await take(self, of, **want)
+        if of.name == "update":
+            os.kill(made[-1].lines[1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        return rows
+
+    monkeypatch.setattr(parts, "Workers", Watched)
+    monkeypatch.setattr(hosted.HostedDock, "take", deadly)
+    with pytest.raises((WorkerLost, BaseExceptionGroup)) as caught:
+        run_here(RECIPE, tmp_path / "run", "run.steps=4", "fleet.max_restarts=0", *SPREAD)
+    assert lost_process(caught.value) is not None and len(made) == 1
+
+
+def test_restarts_are_counted_within_a_hundred_steps() -> None:
+    counted = Restarts(2)
+    assert [counted.allow(step) for step in (0, 50, 60, 100, 101, 160)] == [True, True, False, True, False, True]
+    lost, other = WorkerLost("a"), ValueError("b")
+    assert lost_process(BaseExceptionGroup("", [lost, BaseExceptionGroup("", [WarehouseLost("c")])])) is lost
+    assert lost_process(BaseExceptionGroup("", [lost, other])) is None
+
+
+def test_a_local_dock_is_out_of_reach_of_workers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="local is out of reach of worker processes"):
+        run_here(RECIPE, tmp_path / "run", "dock.transport=local", *SPREAD)
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_after_ctrl_c_or_kill_9_of_the_driver(tmp_path: Path, end: signal.Signals) -> None:
+    run = RunDir(tmp_path / "run")
+    arguments = command(*train_arguments(RECIPE, run.path, [*SPREAD, "run.steps=4000"]))
+    process: Any = subprocess.Popen(
+        arguments, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        until("two steps", lambda: lines(run) >= 2)
+        left = family(process)
+        assert len(left) >= 4  # two workers, a warehouse, a control process
+        os.killpg(process.pid, end) if end == signal.SIGINT else process.kill()
+        said = process.communicate(timeout=60)[0]
+        assert process.returncode == (130 if end == signal.SIGINT else -signal.SIGKILL), said
+    finally:
+        process.kill()
+    assert not psutil.wait_procs(left, 30)[1]
+    docks = [folder.name.removeprefix("dock-") for folder in (run.path / "dock").glob("dock-*")]
+    until("no shared memory", lambda: not any(list(SHM.glob(f"docklands-{dock}-*")) for dock in docks), 10)
+    assert len(docks) == 1
