@@ -3,14 +3,18 @@
     python bench/train_step.py [--quick] [--case step|logprob|both] [--dtype float32|bfloat16] [--rounds N]
 
 step     Forward and backward of the sum of all log-probs of a ragged batch (lengths from a lognormal distribution; no
-         prompt is shared), random weights of the 135M model's shape. Peers are transformers on the same pack (one row,
-         position ids that start anew, which it masks) and on the batch right-padded to its longest row. Tokens are
-         useful ones. Ours computes through the train engine's own parts: PrefixAttention and sampled_logprob.
+         prompt is shared), random weights of the 135M model's shape. Peers are transformers (its sdpa attention) on the
+         same pack (one row, position ids that start anew, which it masks) and on the batch right-padded to its longest
+         row. Tokens are useful ones. Ours computes through the train engine's own parts: PrefixAttention and
+         sampled_logprob.
 logprob  Forward and backward of log p(sampled token) for T states and V words, each side in a process of its own: the
          resident high-water mark above what inputs and gradients take, and the time. The peer is float32 logits,
          log_softmax and gather. `vs_eighth_of_logits` sets our peak against T x V x 4 bytes / 8.
 
-Rounds are interleaved; figures are medians, the spread is the quartiles of the ratios. JSON lines on the output.
+float32 is the default of train.dtype. In bfloat16 both sides hold 16-bit weights, as the train engine does beside its
+fp32 masters: no side casts a weight, and autocast's overhead is nobody's. cpu_s are the process's CPU seconds, which
+other load on the machine changes less than the time. Rounds are interleaved; figures are medians, the spread is the
+quartiles of the ratios. JSON lines on the output.
 """
 
 from __future__ import annotations
@@ -24,7 +28,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +115,8 @@ def their_step(model: Any, rows: list[Any], padded: bool) -> Callable[[], float]
     return once
 
 
-def run_step(dtype: str, layers: int, tokens: int, rounds: int) -> None:
-    """All three sides take turns; their losses must agree."""
+def run_step(dtype: str, layers: int, tokens: int, rounds: int, peers: tuple[str, ...] = ("packed", "padded")) -> None:
+    """All sides take turns; their losses must agree."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -125,12 +128,12 @@ def run_step(dtype: str, layers: int, tokens: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         models.export(model, Path(folder) / "model")
         peer: Any = AutoModelForCausalLM.from_pretrained(Path(folder) / "model", dtype=torch.float32).train()
+    if dtype == "bfloat16":
+        model.bfloat16()
+        peer.bfloat16()
     rows = ragged(tokens, sizes[0])
-    sides = {
-        "ours": (model, our_step(model, rows)),
-        "packed": (peer, their_step(peer, rows, False)),
-        "padded": (peer, their_step(peer, rows, True)),
-    }
+    sides = {"ours": (model, our_step(model, rows))}
+    sides |= {name: (peer, their_step(peer, rows, name == "padded")) for name in peers}
     wall: dict[str, list[float]] = {name: [] for name in sides}
     cpu: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds + 1):
@@ -138,8 +141,7 @@ def run_step(dtype: str, layers: int, tokens: int, rounds: int) -> None:
         for name, (owner, once) in sides.items():
             owner.zero_grad(set_to_none=True)
             began, used = time.perf_counter(), time.process_time()
-            with torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext():
-                losses[name] = once()
+            losses[name] = once()
             if number:
                 wall[name].append(time.perf_counter() - began)
                 cpu[name].append(time.process_time() - used)
@@ -147,7 +149,7 @@ def run_step(dtype: str, layers: int, tokens: int, rounds: int) -> None:
         if worst > (1e-4 if dtype == "float32" else 2e-2):
             raise SystemExit(f"the sides do not compute the same: {losses}")
     useful = sum(map(len, rows))
-    for name in ("packed", "padded"):
+    for name in peers:
         line(f"{dtype}/{name}", "tokens_per_s", wall["ours"], wall[name], useful)
         line(f"{dtype}/{name}", "cpu_s", cpu["ours"], cpu[name])
 
@@ -164,7 +166,7 @@ def high_water() -> int:
 
 
 def child(side: str, sizes: list[int], dtype: str) -> None:
-    """One side: sizes T, V, D. Prints [bytes above inputs and gradients, seconds, sum of the log-probs]."""
+    """One side: sizes T, V, D. Prints [bytes above inputs and gradients, seconds, CPU seconds, sum of log-probs]."""
     import torch
 
     from docklands import kernels
@@ -189,11 +191,11 @@ def child(side: str, sizes: list[int], dtype: str) -> None:
     once(hidden[:8], weight[:64], targets[:8] % 64)  # libraries are loaded, threads started
     hidden.grad = weight.grad = None
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the mark starts from here
-    before, began = high_water(), time.perf_counter()
+    before, began, used = high_water(), time.perf_counter(), time.process_time()
     found = once(hidden, weight, targets)
-    seconds = time.perf_counter() - began
+    seconds = [time.perf_counter() - began, time.process_time() - used]
     gradients = sum(x.grad.numel() * x.grad.itemsize for x in (hidden, weight) if x.grad is not None)
-    print(json.dumps([high_water() - before - gradients, seconds, float(found.detach().sum())]))
+    print(json.dumps([high_water() - before - gradients, *seconds, float(found.detach().sum())]))
 
 
 def run_logprob(dtype: str, sizes: list[int], rounds: int) -> None:
@@ -208,14 +210,15 @@ def run_logprob(dtype: str, sizes: list[int], rounds: int) -> None:
                 raise SystemExit(f"the {side} side ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
             results.append(json.loads(done.stdout.splitlines()[-1]))
     for ours, plain in zip(found["ours"], found["plain"]):
-        if abs(ours[2] / plain[2] - 1) > (1e-4 if dtype == "float32" else 2e-2):
-            raise SystemExit(f"the sides do not compute the same: {ours[2]} and {plain[2]}")
+        if abs(ours[3] / plain[3] - 1) > (1e-4 if dtype == "float32" else 2e-2):
+            raise SystemExit(f"the sides do not compute the same: {ours[3]} and {plain[3]}")
     case = f"logprob/{dtype}/T{sizes[0]}_V{sizes[1]}_D{sizes[2]}"
-    peaks, seconds = ([[row[i] for row in found[side]] for side in ("ours", "plain")] for i in (0, 1))
+    peaks, seconds, used = ([[row[i] for row in found[side]] for side in ("ours", "plain")] for i in range(3))
     ours, plain = ([max(x, 4096.0) / MIB for x in side] for side in peaks)
     line(case, "peak_extra_mib", ours, plain)
     line(case, "peak_extra_mib_vs_eighth_of_logits", ours, [sizes[0] * sizes[1] * 4 / 8 / MIB] * rounds)
     line(case, "step_s", seconds[0], seconds[1])
+    line(case, "cpu_s", used[0], used[1])
 
 
 def main() -> None:

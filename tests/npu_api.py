@@ -76,6 +76,11 @@ def npu_fusion_attention(
     sync: bool = False,
 ) -> tuple[Tensor, ...]:
     calls.append("npu_fusion_attention")
+    if input_layout == "BNSD":
+        p, most, total = _softmax(query, key, value, head_num, atten_mask, scale, sparse_mode)
+        out = p @ value.float().repeat_interleave(head_num // key.shape[1], 1)
+        empty = torch.empty(0)
+        return out.to(query.dtype), most, total, empty, torch.tensor(0), torch.tensor(0), torch.tensor(0)
     check(input_layout == "TND" and query.dim() == key.dim() == value.dim() == 3, "TND is three dimensions")
     check(query.dtype in FLOATS and query.dtype == key.dtype == value.dtype, "one dtype")
     check(head_num == query.shape[1] and head_num % key.shape[1] == 0, "head_num is the query's; kv heads divide it")
@@ -96,6 +101,82 @@ def npu_fusion_attention(
         outs.append(torch.einsum("nts,snh->tnh", scores.softmax(-1), v).to(query.dtype))
     empty = torch.empty(0)
     return torch.cat(outs), empty, empty, empty, torch.tensor(0), torch.tensor(0), torch.tensor(0)
+
+
+def _softmax(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head_num: int,
+    atten_mask: Tensor | None,
+    scale: float,
+    sparse_mode: int,
+    stats: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights [B, N, S, S'] and the statistics [B, N, S, 8], fp32, of layout BNSD; `stats`: those to use instead."""
+    check(query.dim() == key.dim() == value.dim() == 4, "BNSD is four dimensions")
+    check(all(x.is_contiguous() for x in (query, key, value)), "contiguous")
+    check(query.dtype in FLOATS and query.dtype == key.dtype == value.dtype, "one dtype")
+    check(head_num == query.shape[1] and head_num % key.shape[1] == 0, "head_num is the query's; kv heads divide it")
+    scores = query.float() @ key.float().repeat_interleave(head_num // key.shape[1], 1).transpose(-1, -2) * scale
+    if sparse_mode == 3:
+        assert atten_mask is not None
+        check(atten_mask.dtype == torch.bool and tuple(atten_mask.shape) == (2048, 2048), "the compressed mask, bool")
+        queries, keys = scores.shape[-2:]
+        hidden = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    else:
+        check(sparse_mode == 0 and atten_mask is None, "the modes this project uses")
+    if stats is None:
+        most = scores.amax(-1, keepdim=True)
+        stats = most.expand(-1, -1, -1, 8), (scores - most).exp().sum(-1, keepdim=True).expand(-1, -1, -1, 8)
+    for x in stats:
+        check(x.dtype == torch.float32 and tuple(x.shape) == (*query.shape[:3], 8), "statistics [B, N, S, 8], fp32")
+    return (scores - stats[0][..., :1]).exp() / stats[1][..., :1], *stats
+
+
+def npu_fusion_attention_grad(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dy: Tensor,
+    head_num: int,
+    input_layout: str,
+    *,
+    pse: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    atten_mask: Tensor | None = None,
+    softmax_max: Tensor | None = None,
+    softmax_sum: Tensor | None = None,
+    softmax_in: Tensor | None = None,
+    attention_in: Tensor | None = None,
+    scale_value: float = 1.0,
+    keep_prob: float = 1.0,
+    pre_tockens: int = 2147483647,
+    next_tockens: int = 2147483647,
+    inner_precise: int = 0,
+    seed: int = 0,
+    offset: int = 0,
+    numels: int = 0,
+    prefix: list[int] | None = None,
+    actual_seq_qlen: list[int] | None = None,
+    actual_seq_kvlen: list[int] | None = None,
+    sparse_mode: int = 0,
+    gen_mask_parallel: bool = True,
+    sync: bool = False,
+) -> tuple[Tensor, ...]:
+    calls.append("npu_fusion_attention_grad")
+    check(input_layout == "BNSD", "the layout this project uses")
+    assert softmax_max is not None and softmax_sum is not None and attention_in is not None
+    check(dy.dtype == attention_in.dtype == query.dtype, "one dtype")
+    stats = softmax_max, softmax_sum
+    p, _, _ = _softmax(query, key, value, head_num, atten_mask, scale_value, sparse_mode, stats)
+    repeat = head_num // key.shape[1]
+    k, v = (x.float().repeat_interleave(repeat, 1) for x in (key, value))
+    inner = (dy.float() * attention_in.float()).sum(-1, keepdim=True)
+    ds = p * (dy.float() @ v.transpose(-1, -2) - inner) * scale_value
+    dk, dv = (x.unflatten(1, (-1, repeat)).sum(2) for x in (ds.transpose(-1, -2) @ query.float(), p.mT @ dy.float()))
+    return *(x.to(query.dtype) for x in (ds @ k, dk, dv)), torch.empty(0)
 
 
 def npu_grouped_matmul(

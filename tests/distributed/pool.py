@@ -24,6 +24,7 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "docklands.train",
+    "docklands.kernels.compiled_rows",
     "tests.distributed.cases",
 ]
 

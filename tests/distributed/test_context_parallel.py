@@ -18,6 +18,7 @@ from tests.distributed.pool import Pool
         ("qwen2_two_kv_heads", Layout(cp=4)),
         ("qwen3_tied", Layout(cp=2, tp=2)),
         ("llama_bias", Layout(cp=2, fsdp=2)),
+        ("deepseek", Layout(cp=2, tp=2)),
     ],
     ids=str,
 )

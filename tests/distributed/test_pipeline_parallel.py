@@ -21,6 +21,8 @@ from tests.distributed.pool import Pool
         ("llama_bias", Layout(pp=2, fsdp=2)),
         ("qwen3_five_layers", Layout(pp=4)),
         ("llama_bias", Layout(pp=3)),
+        ("qwen3_moe", Layout(pp=2)),
+        ("deepseek", Layout(pp=2)),
         ("qwen3_tied", Layout(pp=2, schedule="zero_bubble")),
         ("qwen3_five_layers", Layout(pp=4, schedule="zero_bubble")),
         ("qwen3_five_layers", Layout(pp=2, vpp=2, schedule="zero_bubble")),

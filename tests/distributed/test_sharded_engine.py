@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from docklands.config.schema import TrainSection
 from docklands.core.batch import Packed
 from docklands.core.loss import Denominators, LossResult, ModelOutput
 from docklands.core.stage import Learner
-from docklands.errors import LayoutError, NonFinite, TrainError
-from docklands.models import ModelConfig, build
+from docklands.errors import DataError, LayoutError, NonFinite, TrainError
+from docklands.models import ModelConfig, build, load
 from docklands.models.sharded import build_sharded, load_sharded
 from docklands.parallel import Layout
 from docklands.parallel.mesh import Mesh
@@ -23,6 +23,7 @@ from docklands.train.sharded import ShardedEngine
 from tests.distributed.cases import MODELS, OPTIM, TRAIN, alone, batches, difference, gradients_of
 from tests.distributed.pool import Pool
 from tests.train_cases import ACTOR, ACTOR_WITH_ENTROPY, policy_loss
+from tests.unit.test_models_fp8 import in_fp8
 
 
 def engine_of(path: Path, layout: Layout, frozen: bool = False, **train: Any) -> ShardedEngine:
@@ -163,6 +164,45 @@ def test_import_and_export_are_bitwise(name: str, layout: Layout, models: Path, 
     assert all(torch.equal(before[key], after[key]) for key in before)
     configs = [(folder / "config.json").read_text() for folder in (models / name / "policy", tmp_path / "out")]
     assert configs[0] == configs[1]
+
+
+def loaded(path: Path, layout: Layout) -> dict[str, torch.Tensor]:
+    model = load_sharded(path, Mesh(layout, timeout_s=60))
+    named = {name: parameter.detach() for name, parameter in model.parameters().items()}
+    return {name: tensor.clone() for name, tensor in model.whole(named)}
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(fsdp=2, ep=2), Layout(pp=2)], ids=str)
+def test_an_fp8_checkpoint_is_loaded_as_in_one_process(
+    layout: Layout, models: Path, pool: Pool, tmp_path: Path
+) -> None:
+    in_fp8(models / "deepseek" / "policy", tmp_path / "fp8")
+    alone_ = dict(load(tmp_path / "fp8").named_parameters())
+    for found in pool.run(2, loaded, tmp_path / "fp8", layout):
+        assert found.keys() == alone_.keys()
+        assert all(torch.equal(found[name], parameter) for name, parameter in alone_.items())
+
+
+def load_error(path: Path, layout: Layout) -> str:
+    try:
+        load_sharded(path, Mesh(layout, timeout_s=60))
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(fsdp=2), Layout(pp=2)], ids=str)
+def test_a_number_that_is_not_finite_is_found_by_who_reads_it(
+    layout: Layout, models: Path, pool: Pool, tmp_path: Path
+) -> None:
+    source = models / "qwen3_tied" / "policy"
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.2.mlp.up_proj.weight"
+    tensors[name][-1, -1] = torch.nan  # the last rows: one rank's, in each of these layouts
+    tmp_path.joinpath("config.json").write_text((source / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = pool.run(2, load_error, tmp_path, layout)
+    assert found[0] == "" and f"tensor {name} has 1 of" in found[1] and "not finite" in found[1]
 
 
 def refused(path: Path, layout: Layout) -> str:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from docklands import kernels
 from docklands.errors import TrainError
+from docklands.kernels import compiled_train, reference
 
 
 def gradients(f: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -51,6 +52,50 @@ def test_swiglu() -> None:
     plain: Callable[..., Tensor] = lambda a, b: a * torch.sigmoid(a) * b  # noqa: E731
     same(kernels.swiglu, plain, [gate, up])
     same(kernels.swiglu_fused, lambda x: plain(*x.chunk(2, -1)), [torch.cat([gate, up], -1)])
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_compiled_backward_passes_agree_with_the_composed_ones(
+    dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several blocks of a row, leading dimensions, gaps in memory, extreme gates, two threads."""
+    x = torch.randn(300, 3, 40).to(dtype).transpose(0, 1)
+    gate_up = (torch.randn(90, 2 * 1500) * 4).to(dtype)
+    gate_up[0, :4] = torch.tensor([100.0, -100.0, 1e30, -1e30])
+    weight = torch.randn(40)
+    cases: list[tuple[Callable[..., Tensor], list[Tensor]]] = [
+        (lambda x, w: kernels.rms_norm(x, w, 1e-5), [x, weight]),
+        (lambda x: kernels.rms_norm(x, weight, 1e-5), [x]),
+        (kernels.swiglu_fused, [gate_up]),
+    ]
+    assert compiled_train.available(x)
+    found = [gradients(f, *inputs) for f, inputs in cases]
+    monkeypatch.setattr(compiled_train, "PARALLEL_FROM", 1)
+    torch.set_num_threads(2)
+    divided = [gradients(f, *inputs) for f, inputs in cases]
+    torch.set_num_threads(1)
+    monkeypatch.setattr(compiled_train, "available", lambda _: False)
+    for (f, inputs), one, two in zip(cases, found, divided):
+        expected = gradients(f, *inputs)
+        assert torch.equal(one[0], expected[0])
+        for a, b, wanted in zip(one[1], two[1], expected[1], strict=True):
+            assert a.dtype == wanted.dtype and wanted.isfinite().all()
+            assert (a - wanted).abs().max() <= tolerance * max(1.0, float(wanted.abs().max()))
+            assert (a - b).abs().max() <= 1e-5 * max(1.0, float(a.abs().max()))
+    leaf = torch.nn.Parameter(weight.clone())
+    kernels.rms_norm(x.detach().requires_grad_(), leaf, 1e-5).sum().backward()
+    leaf.data.untyped_storage().resize_(0)  # memory tiers must still be able to take a weight's memory
+
+
+def test_fp32_products_agree_whoever_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = torch.randn(70, 24), torch.randn(36, 48)[:, ::2], torch.randn(36)
+    plain = F.linear(x, weight, bias)
+    monkeypatch.setattr(reference, "ONEDNN_FROM", 1)
+    for build in (None, torch.ops.mkldnn._linear_pointwise):
+        monkeypatch.setattr(reference, "_onednn", lambda build=build: build)
+        assert (reference.product(x, weight, bias) - plain).abs().max() < 1e-4
+        assert (reference.product(plain, weight.t()) - plain @ weight).abs().max() < 1e-3
+        assert reference.product(x[:0], weight).shape == (0, 36)
 
 
 def test_rope_rotates_pairs_half_a_head_apart() -> None:

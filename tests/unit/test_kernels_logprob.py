@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -25,12 +26,14 @@ def case(tokens: int = 19, vocabulary: int = 53, size: int = 12) -> tuple[Tensor
     return hidden_TD, weight_VD, torch.randint(0, vocabulary, (tokens,))
 
 
+@pytest.mark.parametrize("keep", [0, 2500, 1 << 20])  # bytes: none, some chunks of 1 or 7 words, all
 @pytest.mark.parametrize("chunk", [1, 7, 53, 1000, None])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
-def test_value_and_gradient(chunk: int | None, temperature: float) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_value_and_gradient(chunk: int | None, temperature: float, keep: int) -> None:
     hidden_TD, weight_VD, targets_T = case()
     g_T, e_T = torch.randn(2, 19)
-    found = sampled_logprob(hidden_TD, weight_VD, targets_T, temperature=temperature, entropy=True, chunk=chunk)
+    settings = {"temperature": temperature, "chunk": chunk, "keep": keep}
+    found = sampled_logprob(hidden_TD, weight_VD, targets_T, entropy=True, **settings)  # type: ignore[arg-type]
     expected = naive(hidden_TD.double(), weight_VD.double(), targets_T, temperature)
     for a, b in zip(found, expected):
         assert a.dtype == torch.float32 and (a - b).abs().max() < 1e-5
@@ -38,6 +41,37 @@ def test_value_and_gradient(chunk: int | None, temperature: float) -> None:
     exact = torch.autograd.grad(expected, (hidden_TD, weight_VD), (g_T.double(), e_T.double()))
     for a, b in zip(grads, exact):
         assert (a - b).abs().max() < 1e-5 * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_logits_save_products_and_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden_TD, weight_VD = (x.detach().to(dtype).requires_grad_() for x in case()[:2])
+    targets_T = torch.arange(19)
+    products, mm = [0], torch.mm
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        products[0] += 1
+        return mm(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    chunk = 10  # six chunks, the last one of 3 words
+    found, made = [], []
+    for kept in (0, 2, 6):
+        keep = kept * 19 * chunk * dtype.itemsize
+        logprobs_T = sampled_logprob(hidden_TD, weight_VD, targets_T, chunk=chunk, keep=keep)
+        assert isinstance(logprobs_T, Tensor)
+        products[0] = 0
+        grads = torch.autograd.grad(logprobs_T.sum(), (hidden_TD, weight_VD), retain_graph=True)
+        made.append(products[0])
+        again = torch.autograd.grad(logprobs_T.sum(), (hidden_TD, weight_VD))
+        found.append((logprobs_T, *grads))
+        assert all(torch.equal(a, b) for a, b in zip(grads, again))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
+    assert [made[0] - n for n in made] == [0, 2, 6]
+    with torch.no_grad():
+        products[0] = 0
+        sampled_logprob(hidden_TD, weight_VD, targets_T, chunk=chunk)
+    assert products[0] == 6
 
 
 def test_fp32_error_is_below_1e_6_on_a_mean_loss() -> None:

@@ -157,10 +157,13 @@ def test_without_rows_the_reference_computes(torch_npu: list[str]) -> None:
 
 
 def test_what_is_used_where() -> None:
-    assert set(kernels.used("cpu").values()) == {"attention", "reference", "grouped_mm", "logprob"}
+    assert set(kernels.used("cpu").values()) == {
+        *("attention", "block_attention", "reference", "grouped_mm", "logprob")
+    }
     on_npu = [op for op, module in kernels.used("npu").items() if module == "npu"]
     assert on_npu == [
-        *("varlen_attention", "packed_attention", "rms_norm", "rope", "swiglu", "swiglu_fused"),
+        *("varlen_attention", "packed_attention", "block_forward", "block_backward"),
+        *("rms_norm", "rope", "swiglu", "swiglu_fused"),
         *("grouped_linear", "permute", "unpermute"),
     ]
     assert kernels.used("cuda")["varlen_attention"] == "cuda"

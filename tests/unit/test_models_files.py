@@ -135,11 +135,46 @@ def test_shards_that_are_missing_or_incomplete(tmp_path: Path) -> None:
         ({"quantization_config": {"bits": 4}}, ["quantised weights cannot be trained"]),
         ({"architectures": None, "model_type": None}, ["names neither architectures nor model_type"]),
         ({"vocab_size": 41}, ["lm_head.weight", "(40, 24)", "(41, 24)"]),
+        ({"num_attention_heads": 0}, ["num_attention_heads is 0, it must be from 1"]),
+        ({"intermediate_size": -1}, ["intermediate_size is -1, it must be from 1"]),
+        ({"num_hidden_layers": 10**12}, ["num_hidden_layers is 1000000000000, it must be from 1 to 10000"]),
+        ({"eos_token_id": "x"}, ["eos_token_id is 'x'"]),
+        ({"eos_token_id": [1, -1]}, ["eos_token_id is [1, -1]"]),
+        ({"eos_token_id": 1.5}, ["eos_token_id is 1.5"]),
+        ({"pad_token_id": "x"}, ["pad_token_id is 'x'"]),
+        ({"architectures": 3}, ["architectures is 3"]),
+        ({"rope_scaling": "x", "rope_parameters": None}, ["rope_scaling is 'x', expected an object"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": "x", "original_max_position_embeddings": 8}}, ["factor"]),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, ["rotary scaling ['yarn']"]),
+        ({"rope_parameters": {"rope_theta": 0}}, ["rope_theta is 0, expected a number above 0"]),
+        ({"rms_norm_eps": "a"}, ["rms_norm_eps is 'a'"]),
+        ({"initializer_range": float("inf")}, ["initializer_range is inf"]),
+        ({"tie_word_embeddings": "false"}, ["tie_word_embeddings is 'false', expected true or false"]),
+        ({"layer_types": 3}, ["layer_types = 3"]),
     ],
 )
 def test_configs_that_are_refused(directory: Path, changes: dict[str, Any], parts: list[str]) -> None:
     change_config(directory, **changes)
     refused(directory, *parts)
+
+
+def test_sizes_past_any_memory_are_one_line(directory: Path) -> None:
+    change_config(directory, hidden_size=3 * 2**28, vocab_size=2**30)
+    refused(directory, "cannot be allocated on cpu", "are the sizes in config.json right?")
+
+
+def test_files_that_are_no_objects_or_lie_elsewhere(directory: Path) -> None:
+    change_config(directory, eos_token_id=None)
+    generation, index = directory / "generation_config.json", directory / "model.safetensors.index.json"
+    for text, part in (("[1]", "is not a JSON object"), ('{"eos_token_id": "x"}', "eos_token_id is 'x'")):
+        generation.write_text(text)
+        refused(directory, generation.name, part)
+    generation.unlink()
+    for name in ("../outside.safetensors", "/etc/passwd"):
+        index.write_text(json.dumps({"weight_map": {K_PROJ: name}}))
+        refused(directory, index.name, name, "which is not in its directory")
+    index.write_text("[]")
+    refused(directory, index.name, "is not a JSON object")
 
 
 def test_an_unknown_architecture_lists_the_known_ones(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,7 @@ from docklands.core.protocols import Sampling
 from docklands.errors import ConfigError, TrainError
 from docklands.models import CausalLM
 from docklands.rollout import NativeEngine
-from docklands.run.routes import check_router, routes_column
+from docklands.run.routes import as_run, check_router, routes_column
 
 MOE = ("qwen3_moe", "deepseek")
 
@@ -239,6 +240,16 @@ def test_recording_follows_model_and_replay() -> None:
     assert routes_column(config(train={"replay_routes": False}), QWEN) is None
     kept = config(train={"replay_routes": False}, rollout={"record_routes": True})
     assert routes_column(kept, QWEN) == routes_field(2, 2)
+
+
+def test_the_printed_graph_is_that_of_the_run(tmp_path: Path) -> None:
+    models.export(models.build(QWEN), tmp_path / "moe")
+    models.export(models.build(DENSE), tmp_path / "dense")
+    plain = flow("grpo")
+    shown = as_run(config(model={"path": str(tmp_path / "moe")}), plain)
+    assert shown == with_routes(plain, routes_field(2, 2)) and "routes" in shown.to_text()
+    for path in ("dense", "not here"):
+        assert as_run(config(model={"path": str(tmp_path / path)}), plain) == plain
 
 
 @pytest.mark.parametrize(

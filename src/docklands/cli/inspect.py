@@ -20,8 +20,9 @@ def graph(
 
     loaded, _ = read_config(config, overrides)
     from docklands.algorithms import build_algorithm
+    from docklands.run.routes import as_run
 
-    flow = build_algorithm(loaded).graph()
+    flow = as_run(loaded, build_algorithm(loaded).graph())
     if mermaid:
         print(flow.to_mermaid())
     else:

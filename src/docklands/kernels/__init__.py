@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OPERATIONS",
+    "block_backward",
+    "block_forward",
     "get",
     "grouped_linear",
     "linear",
@@ -41,9 +43,12 @@ __all__ = [
 ]
 
 _BACKENDS = {"cuda": "docklands.kernels.cuda", "npu": "docklands.kernels.npu"}
+_FALLBACK = ("reference", "attention", "block_attention", "grouped_mm", "logprob")
 OPERATIONS = (
     "varlen_attention",
     "packed_attention",
+    "block_forward",
+    "block_backward",
     "rms_norm",
     "rope",
     "swiglu",
@@ -64,7 +69,7 @@ def get(op: str, device_type: str) -> Callable[..., Any]:
     KeyError for an operation that does not exist.
     """
     names = [_BACKENDS[device_type]] if device_type in _BACKENDS else []
-    for name in [*names, *(f"docklands.kernels.{m}" for m in ("reference", "attention", "grouped_mm", "logprob"))]:
+    for name in [*names, *(f"docklands.kernels.{module}" for module in _FALLBACK)]:
         found = getattr(importlib.import_module(name), op, None)
         if found is not None:
             return found
@@ -120,6 +125,22 @@ def varlen_attention(
     each. The last query sees all keys, the one before it all but the last, and so on. -> o_TNH. TrainError.
     """
     return get("varlen_attention", q_TNH.device.type)(q_TNH, k_SKH, v_SKH, lengths, scale)
+
+
+def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of a block of queries [1, N, L, H] to a block of keys [1, K, M, H], one step of a ring; causal: the
+    i-th query sees the keys up to the i-th, and L = M. -> (output [1, N, L, H], log-sum-exp fp32 [1, N, L]).
+    """
+    return get("block_forward", q.device.type)(q, k, v, causal, scale)
+
+
+def block_backward(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a block's q, k and v. inputs: gradient of the output, q, k, v, and output and log-sum-exp after all
+    blocks have been merged. Of some dtype, to be added up in fp32.
+    """
+    return get("block_backward", inputs[0].device.type)(inputs, causal, scale)
 
 
 def permute(x_TD: Tensor, rows: ExpertRows) -> Tensor:

@@ -79,7 +79,7 @@ def decode_attention(q_RNH: Tensor, k_PgKSH: Tensor, v_PgKSH: Tensor, pages: Pag
         some(0, rows)
     else:
         edges = np.linspace(0, rows, threads + 1).astype(int).tolist()
-        rest = [_pool(threads - 1).submit(some, a, b) for a, b in zip(edges[1:-1], edges[2:])]
+        rest = [workers(threads - 1).submit(some, a, b) for a, b in zip(edges[1:-1], edges[2:])]
         some(edges[0], edges[1])
         for future in rest:
             future.result(timeout=600)
@@ -87,8 +87,9 @@ def decode_attention(q_RNH: Tensor, k_PgKSH: Tensor, v_PgKSH: Tensor, pages: Pag
 
 
 @cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="decode")
+def workers(threads: int) -> ThreadPoolExecutor:
+    """Threads that compiled loops are divided over, beside the caller's."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="loops")
 
 
 def _array(tensor: Tensor) -> np.ndarray:

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from docklands.kernels import attention
+from docklands.kernels import attention, block_attention
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -41,6 +44,29 @@ def varlen_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, lengths: atten
     )
     assert isinstance(out, Tensor)
     return out
+
+
+def _takes(q: Tensor) -> bool:
+    """Whether flash attention takes queries of this kind: 16 bits, heads of a multiple of 8 up to 256."""
+    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """See kernels.block_forward; torch's flash attention, which gives the log-sum-exp."""
+    if not _takes(q):
+        return block_attention.plain_forward(q, k, v, causal, scale)
+    found = _flash(q, k, v, 0.0, causal, scale=scale)
+    return found[0], found[1]
+
+
+def block_backward(inputs: block_attention.Six, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """See kernels.block_backward; the backward of the same. Without dropout its random state is not read."""
+    go, q, k, v, o, lse = inputs
+    if not _takes(q):
+        return block_attention.plain_backward(inputs, causal, scale)
+    none, state = q.new_empty(0, dtype=torch.int32), q.new_empty(2, dtype=torch.uint64)
+    lengths = none, none, q.shape[2], k.shape[2]
+    return _flash_backward(go, q, k, v, o, lse.contiguous(), *lengths, 0.0, causal, state, state[:0], scale=scale)
 
 
 def packed_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, seqlens: list[int], scale: float) -> Tensor:

@@ -16,19 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from docklands.kernels.logprob import CHUNK_ELEMENTS, MIN_CHUNK, _Chunks, _SampledLogprob, merge, scan
+from docklands.kernels.logprob import KEPT_BYTES, Chunks, How, _SampledLogprob, merge, scan, sizes
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
     """Rows first_row, first_row + 1, ... of the vocabulary are here; the ranks of `pg` hold all of it, in rank order.
 
-    chunk  rows at a time; None: by CHUNK_ELEMENTS
+    chunk, keep  as kernels.sampled_logprob has them, for this rank's rows
     """
 
     pg: dist.ProcessGroup
     first_row: int
     chunk: int | None = None
+    keep: int = KEPT_BYTES
 
 
 def sampled_logprob_parallel(
@@ -47,10 +48,10 @@ def sampled_logprob_parallel(
     device = hidden_TD.device.type
     if torch.is_autocast_enabled(device):
         hidden_TD = hidden_TD.to(torch.get_autocast_dtype(device))
-    rows = part.chunk or max(MIN_CHUNK, CHUNK_ELEMENTS // max(1, len(hidden_TD)))
+    how = How(temperature, *sizes(hidden_TD, part.chunk, part.keep))
     with torch.autocast(device, enabled=False):
         logprobs_T, entropy_T = _ParallelLogprob.apply(  # type: ignore[misc]
-            hidden_TD, weight_UD, targets_T - part.first_row, (temperature, rows), entropy, part.pg
+            hidden_TD, weight_UD, targets_T - part.first_row, how, entropy, part.pg
         )
     return (logprobs_T, entropy_T) if entropy else logprobs_T
 
@@ -62,21 +63,23 @@ class _ParallelLogprob(torch.autograd.Function):
         hidden_TD: Tensor,
         weight_UD: Tensor,
         targets_T: Tensor,
-        settings: tuple[float, int],
+        how: How,
         entropy: bool,
         pg: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor | None]:
-        temperature, rows = settings
         cast_UD = weight_UD.to(hidden_TD.dtype)
-        target_T, lse_T, entropy_T = scan(_Chunks(hidden_TD, cast_UD, temperature, rows), targets_T, entropy)
+        chunks = Chunks(hidden_TD, cast_UD, how)
+        target_T, lse_T, entropy_T = scan(chunks, targets_T, entropy)
         own = torch.stack([target_T, lse_T] if entropy_T is None else [target_T, lse_T, entropy_T])
         all_W = own.new_empty((dist.get_world_size(pg), *own.shape))
         dist.all_gather_single(all_W.flatten(0, 1), own, group=pg)
         target_T = all_W[:, 0].sum(0)
         lse_T, entropy_T = merge(all_W[:, 1], all_W[:, 2] if entropy else None)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden_TD, cast_UD, targets_T, lse_T, entropy_T)
-        ctx.settings = temperature, rows, weight_UD.dtype
+        ctx.save_for_backward(hidden_TD, cast_UD, targets_T, lse_T, entropy_T, chunks.kept)
+        ctx.settings = how, weight_UD.dtype
         return target_T - lse_T, entropy_T
 
-    backward = _SampledLogprob.backward
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *_SampledLogprob.backward(ctx, *grads), None

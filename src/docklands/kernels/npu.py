@@ -89,6 +89,30 @@ def packed_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, seqlens: list[
     return varlen_attention(q_TNH, k_TKH, v_TKH, (seqlens, seqlens), scale)
 
 
+def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """See kernels.block_forward; npu_fusion_attention gives the row's maximum and sum, 8 times each."""
+    found = _npu().npu_fusion_attention(
+        *(x.contiguous() for x in (q, k, v)), q.shape[1], "BNSD", scale=scale, **_who_sees(q, causal)
+    )
+    return found[0], (found[1] + found[2].log())[..., 0]
+
+
+def block_backward(inputs: tuple[Tensor, ...], causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """See kernels.block_backward; npu_fusion_attention_grad, with lse as the maximum and a sum of 1: exp(x - lse)."""
+    go, q, k, v, o = (x.contiguous() for x in inputs[:5])
+    most = inputs[5].float()[..., None].expand(*inputs[5].shape, 8).contiguous()
+    found = _npu().npu_fusion_attention_grad(
+        q, k, v, go, q.shape[1], "BNSD", softmax_max=most, softmax_sum=torch.ones_like(most), attention_in=o,
+        scale_value=scale, **_who_sees(q, causal),
+    )  # fmt: skip
+    return found[0], found[1], found[2]
+
+
+def _who_sees(q: Tensor, causal: bool) -> dict[str, Any]:
+    """Mask arguments of a block: all keys, or up to one's own."""
+    return {"atten_mask": _causal_mask(q.device), "sparse_mode": 3} if causal else {}
+
+
 def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """See kernels.grouped_linear; npu_grouped_matmul, whose backward is two of the same."""
     if not len(x_MI):

@@ -3,18 +3,57 @@
 Legend: T packed tokens, D model, F feed-forward, N heads, K kv heads, M heads of either kind, H head dim.
 
 Each is one autograd function with a hand-written backward: it saves only its inputs and writes each result once, where
-the composed form would save and pass over memory several times. Statistics are fp32 whatever the activation dtype.
+the composed form would save and pass over memory several times. Statistics are fp32 whatever the activation dtype. On a
+CPU the backward passes of norms and SwiGLU are compiled loops (compiled_train.py), and where oneDNN multiplies fp32
+faster than MKL, it does (`product`).
 """
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from docklands.kernels import deferred
+from docklands.kernels import compiled_train, deferred
+
+ONEDNN_FROM = 1 << 18
+"""Numbers of a weight: below, a call of oneDNN takes longer than it saves. (Rows do not count: the bits of one must not
+depend on how many others there are.)"""
+
+
+@cache
+def _onednn() -> Any:
+    """oneDNN's product of a CPU on which it is faster than MKL in fp32: those with AVX-512 that Intel did not make
+    (1.1 to 1.2 times, seen on an AMD EPYC 9004). None elsewhere, or where this build of torch has none that works.
+    """
+    try:
+        if "AVX512" not in torch.backends.cpu.get_cpu_capability() or not _is_amd():
+            return None
+        found = torch.ops.mkldnn._linear_pointwise
+        one = torch.ones(8, 8)
+        with torch.inference_mode():
+            return found if bool((found(one, one, None, "none", [], "") == 8).all()) else None
+    except (AttributeError, RuntimeError, TypeError, NotImplementedError):
+        return None
+
+
+def _is_amd() -> bool:
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+def product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """F.linear, without autograd."""
+    large = weight_OI.numel() >= ONEDNN_FROM and x.dim() == 2 and len(x)
+    if large and x.dtype == torch.float32 and x.device.type == "cpu" and _onednn() is not None:
+        return _onednn()(x, weight_OI, bias_O, "none", [], "")
+    return F.linear(x, weight_OI, bias_O)
 
 
 class _Linear(torch.autograd.Function):
@@ -26,7 +65,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, cast)
         ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
         ctx.later = deferred.store_for(weight)
-        return F.linear(x, cast, bias.to(x.dtype) if bias is not None else None)
+        return product(x, cast, bias.to(x.dtype) if bias is not None else None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -34,7 +73,7 @@ class _Linear(torch.autograd.Function):
         x, cast = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
         grad_2d = grad.reshape(-1, grad.shape[-1])
-        grad_x = grad @ cast if ctx.needs_input_grad[0] else None
+        grad_x = product(grad, cast.t()) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
             make = lambda: (grad_2d.t() @ x.reshape(-1, x.shape[-1])).to(weight_dtype)  # noqa: E731
@@ -46,7 +85,7 @@ class _Linear(torch.autograd.Function):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See kernels.linear."""
     if not torch.is_grad_enabled():
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return product(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     return _Linear.apply(x, weight, bias)  # type: ignore[return-value]
 
 
@@ -60,6 +99,9 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_D, scale = ctx.saved_tensors
+        if compiled_train.available(x):
+            grad_x, wide_D = compiled_train.rms_norm_backward(grads[0], x, weight_D, scale)
+            return grad_x, wide_D.to(weight_D.dtype) if ctx.needs_input_grad[1] else None, None
         # All in fp32: an operation on two dtypes is about five times slower on CPU than a conversion and the operation.
         weight = weight_D.to(x.dtype).float()
         normed, grad = x.float() * scale, grads[0].float()
@@ -135,6 +177,8 @@ class _Swiglu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gate_up_TF,) = ctx.saved_tensors
+        if compiled_train.available(gate_up_TF):
+            return (compiled_train.swiglu_backward(grads[0], gate_up_TF),)
         gate, up = gate_up_TF.chunk(2, -1)
         out = torch.empty_like(gate_up_TF)
         grad_gate, grad_up = out.chunk(2, -1)

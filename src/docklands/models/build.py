@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 
+from docklands.errors import DataError
 from docklands.models.config import ModelConfig
 from docklands.models.model import CausalLM, Trunk, ValueModel, init_weights
 
@@ -34,8 +35,16 @@ def _build(kind: type[ModelT], config: ModelConfig, dtype: torch.dtype, device: 
 
 
 def allocate(kind: type[ModelT], config: ModelConfig, dtype: torch.dtype, device: str) -> ModelT:
-    """A model whose parameters have storage but no values."""
-    with torch.device("meta"):
-        model = kind(config)
-    model = model.to(dtype)
-    return model if device == "meta" else model.to_empty(device=device)
+    """A model whose parameters have storage but no values. DataError when the memory is too small."""
+    try:
+        with torch.device("meta"):
+            model = kind(config)
+        model = model.to(dtype)
+        return model if device == "meta" else model.to_empty(device=device)
+    except (RuntimeError, MemoryError) as error:  # torch has no kind of its own for a full memory or a size past 2**63
+        gib = config.num_params * dtype.itemsize / 2**30
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"a model of {gib:.4g} GiB ({config.num_params:,} parameters) cannot be allocated on {device}: {first}",
+            "are the sizes in config.json right?",
+        ) from error

@@ -146,6 +146,8 @@ class ModelConfig:
     def from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
         """From a parsed config.json. ConfigError for an unknown architecture, DataError for an unusable value."""
         names = config.get("architectures") or []
+        if not isinstance(names, list):
+            raise DataError(f"{where}: architectures is {names!r}, expected a list of one name")
         name = names[0] if names else config.get("model_type")
         if not name:
             raise DataError(f"{where}: names neither architectures nor model_type", "is this a Hugging Face model?")
@@ -200,6 +202,12 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Rotary scaling rules: keys that must be there, keys that may be."""
 
+LARGEST = 2**31 - 1
+"""No size or id of a model is larger."""
+
+MANY = 10_000
+"""No model has more layers or experts: each is a row of a table."""
+
 
 @dataclass(frozen=True)
 class HfConfig:
@@ -215,12 +223,46 @@ class HfConfig:
             raise DataError(f"{self.where}: key {key!r} is missing")
         return value
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """An integer; `default` None: it must be there."""
+    def integer(self, key: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
+        """An integer from `least` to `most`; `default` None: it must be there."""
         value = self.need(key) if default is None else self.values.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int):
             raise DataError(f"{self.where}: {key} is {value!r}, expected an integer")
+        if not least <= value <= most:
+            raise DataError(f"{self.where}: {key} is {value}, it must be from {least} to {most}")
+        return value
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Numbers from 0 on: one, a list, or none at all."""
+        value = self.values.get(key)
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(x, bool) or not isinstance(x, int) or not 0 <= x <= LARGEST for x in found):
+            raise DataError(f"{self.where}: {key} is {value!r}, expected a number from 0 on, or a list of such")
+        return tuple(found)
+
+    def number(self, key: str, default: float, zero: bool = False) -> float:
+        """A finite number above 0; `zero`: or 0."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        given = not isinstance(value, bool) and isinstance(value, int | float)
+        if not given or not (0 < value < math.inf or (zero and value == 0)):
+            wanted = "of 0 or more" if zero else "above 0"
+            raise DataError(f"{self.where}: {key} is {value!r}, expected a number {wanted}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """true or false."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise DataError(f"{self.where}: {key} is {value!r}, expected true or false")
+        return default if value is None else value
+
+    def section(self, key: str) -> Mapping[str, Any]:
+        """A JSON object; empty when it is not there."""
+        value = self.values.get(key) or {}
+        if not isinstance(value, Mapping):
+            raise DataError(f"{self.where}: {key} is {value!r}, expected an object")
         return value
 
     def refuse(self, key: str, allowed: tuple[Any, ...], why: str) -> None:
@@ -231,27 +273,27 @@ class HfConfig:
 
     def rope(self) -> tuple[float, Mapping[str, Any] | None]:
         """(theta, scaling) from either generation of keys: rope_parameters, or rope_theta and rope_scaling."""
-        new = self.values.get("rope_parameters") or {}
-        old = self.values.get("rope_scaling") or {}
-        rule = {**old, **new}
-        theta = float(rule.get("rope_theta", self.values.get("rope_theta", 10000.0)))
+        rule = {**self.section("rope_scaling"), **self.section("rope_parameters")}
+        said = HfConfig(rule, f"{self.where}, rotary embedding")
+        theta = said.number("rope_theta", self.number("rope_theta", 10000.0))
         kind = rule.get("rope_type", rule.get("type", "default"))
         if kind == "default":
             return theta, None
-        if kind not in ROPE_KEYS:
+        if not isinstance(kind, str) or kind not in ROPE_KEYS:
             known = ", ".join(("default", *ROPE_KEYS))
             raise DataError(f"{self.where}: rotary scaling {kind!r} is not supported", f"supported: {known}")
         keys, optional = ROPE_KEYS[kind]
         missing = [key for key in keys if rule.get(key) is None]
         if missing:
             raise DataError(f"{self.where}: {kind} rotary scaling lacks {', '.join(missing)}")
-        said = {key: rule[key] for key in (*keys, *optional) if rule.get(key) is not None}
-        return theta, said if kind == "llama3" else {"rope_type": kind, **said}
+        kept = {key: rule[key] for key in (*keys, *optional) if rule.get(key) is not None}
+        for key in kept:
+            said.flag(key, True) if key == "truncate" else said.number(key, 1.0, zero=key.startswith("mscale"))
+        return theta, kept if kind == "llama3" else {"rope_type": kind, **kept}
 
     def eos_ids(self) -> tuple[int, ...]:
         """All end-of-sequence ids."""
-        value = self.values.get("eos_token_id")
-        return () if value is None else tuple(value) if isinstance(value, list) else (int(value),)
+        return self.integers("eos_token_id")
 
     def common(self, head_dim: int = 0) -> dict[str, Any]:
         """The fields that every family spells alike. `head_dim` 0: from the file."""
@@ -262,25 +304,23 @@ class HfConfig:
         if not head_dim and self.values.get("head_dim") is None and hidden % heads:
             raise DataError(f"{self.where}: hidden_size {hidden} is not a multiple of {heads} heads, and no head_dim")
         theta, scaling = self.rope()
-        pad = self.values.get("pad_token_id")
-        bos = self.values.get("bos_token_id")
         return {
             "vocab_size": self.integer("vocab_size"),
             "hidden_size": hidden,
-            "num_layers": self.integer("num_hidden_layers"),
+            "num_layers": self.integer("num_hidden_layers", most=MANY),
             "num_heads": heads,
             "num_kv_heads": self.integer("num_key_value_heads", heads),
             "head_dim": head_dim or self.integer("head_dim", hidden // heads),
             "intermediate_size": self.integer("intermediate_size"),
             "rope_theta": theta,
             "rope_scaling": scaling,
-            "rms_eps": float(self.values.get("rms_norm_eps", 1e-6)),
-            "tie_embeddings": bool(self.values.get("tie_word_embeddings", False)),
+            "rms_eps": self.number("rms_norm_eps", 1e-6),
+            "tie_embeddings": self.flag("tie_word_embeddings", False),
             "max_positions": self.integer("max_position_embeddings", 2048),
             "eos_ids": self.eos_ids(),
-            "bos_id": -1 if bos is None else int(bos),
-            "pad_id": -1 if pad is None else int(pad),
-            "init_std": float(self.values.get("initializer_range", 0.02)),
+            "bos_id": self.integer("bos_token_id", -1, least=-1),
+            "pad_id": self.integer("pad_token_id", -1, least=-1),
+            "init_std": self.number("initializer_range", 0.02),
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from docklands.models.config import Family, HfConfig, MlaConfig, ModelConfig, MoeConfig, common_hf, families
+from docklands.models.config import MANY, Family, HfConfig, MlaConfig, ModelConfig, MoeConfig, common_hf, families
 
 
 def read(hf: HfConfig) -> ModelConfig:
@@ -15,31 +15,31 @@ def read(hf: HfConfig) -> ModelConfig:
     )
     hf.refuse("moe_layer_freq", (1,), "every layer after the first dense ones has experts")
     mla = MlaConfig(
-        q_rank=hf.integer("q_lora_rank", 0),
+        q_rank=hf.integer("q_lora_rank", 0, least=0),
         kv_rank=hf.integer("kv_lora_rank"),
         nope_dim=hf.integer("qk_nope_head_dim"),
         rope_dim=hf.integer("qk_rope_head_dim"),
         v_dim=hf.integer("v_head_dim"),
-        interleaved=bool(hf.values.get("rope_interleave", True)),
+        interleaved=hf.flag("rope_interleave", True),
     )
     size = hf.integer("moe_intermediate_size")
-    shared = hf.values.get("n_shared_experts", 1)
+    shared = hf.integer("n_shared_experts", 0 if "n_shared_experts" in hf.values else 1, least=0, most=MANY)
     moe = MoeConfig(
-        experts=hf.integer("n_routed_experts"),
+        experts=hf.integer("n_routed_experts", most=MANY),
         top_k=hf.integer("num_experts_per_tok"),
         expert_size=size,
-        shared_size=size * int(shared or 0),
+        shared_size=size * shared,
         scoring="sigmoid",
-        normalize=bool(hf.values.get("norm_topk_prob", True)),
-        scale=float(hf.values.get("routed_scaling_factor", 1.0)),
+        normalize=hf.flag("norm_topk_prob", True),
+        scale=hf.number("routed_scaling_factor", 1.0),
         groups=hf.integer("n_group", 1),
         top_groups=hf.integer("topk_group", 1),
-        first_dense=hf.integer("first_k_dense_replace", 0),
+        first_dense=hf.integer("first_k_dense_replace", 0, least=0),
     )
-    bias = bool(hf.values.get("attention_bias", False))
+    bias = hf.flag("attention_bias", False)
     fields = hf.common(mla.nope_dim + mla.rope_dim)
     fields["num_kv_heads"] = fields["num_heads"]
-    mtp = hf.integer("num_nextn_predict_layers", 0)
+    mtp = hf.integer("num_nextn_predict_layers", 0, least=0, most=MANY)
     return ModelConfig("DeepseekV3ForCausalLM", qkv_bias=bias, o_bias=bias, moe=moe, mla=mla, mtp_layers=mtp, **fields)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from docklands.errors import DataError
 from docklands.models.build import ModelT, allocate
-from docklands.models.config import ModelConfig, families
+from docklands.models.config import HfConfig, ModelConfig, families
 from docklands.models.fp8 import SCALE, Block, block_of, dequantize
 from docklands.models.hf_write import MAX_SHARD_BYTES, write_directory
 from docklands.models.model import CausalLM, ValueModel
@@ -35,16 +35,21 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{path} does not exist", "expected a Hugging Face model directory") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _object(path: Path) -> dict[str, Any]:
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise DataError(f"{path} is not a JSON object")
+    return values
 
 
 def _config_json(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise DataError(f"model directory {path} does not exist", "a local Hugging Face directory with config.json")
-    values = read_json(path / "config.json")
-    if not isinstance(values, dict):
-        raise DataError(f"{path / 'config.json'} is not a JSON object")
+    values = _object(path / "config.json")
     block_of(values, str(path / "config.json"))
     return values
 
@@ -55,8 +60,7 @@ def read_config(path: str | Path) -> ModelConfig:
     config = ModelConfig.from_hf(_config_json(path), str(path / "config.json"))
     generation = path / "generation_config.json"
     if not config.eos_ids and generation.is_file():  # some models name their end only there
-        eos = read_json(generation).get("eos_token_id")
-        ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
+        ids = HfConfig(_object(generation), str(generation)).eos_ids()
         config = ModelConfig(**{**vars(config), "eos_ids": ids})
     return config
 
@@ -65,11 +69,13 @@ def tensor_files(path: Path) -> dict[str, Path]:
     """Tensor name -> file of a directory, single or sharded. DataError for a missing or damaged file."""
     index = path / INDEX
     if index.is_file():
-        weight_map = read_json(index).get("weight_map")
+        weight_map = _object(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise DataError(f"{index} has no weight_map")
         files = {str(name): path / str(file) for name, file in weight_map.items()}
         for file in sorted(set(files.values())):
+            if file.parent != path:
+                raise DataError(f"{index} names the file {str(file)!r}, which is not in its directory")
             have = _names_in(file)
             lacking = sorted(name for name, where in files.items() if where == file and name not in have)
             if lacking:
@@ -144,14 +150,19 @@ def fill(model: nn.Module, table: ParamTable, files: Mapping[str, Path], optiona
         spec, shape, start = index[name]
         if tuple(tensor.shape) != shape:
             raise DataError(f"{files[name]}: tensor {name} has shape {tuple(tensor.shape)}, config.json says {shape}")
-        if not tensor.is_floating_point() or tensor.itemsize < 2:
-            raise DataError(f"{files[name]}: tensor {name} is {tensor.dtype}", "quantised weights cannot be trained")
-        if bad := not_finite(tensor):
-            raise DataError(
-                f"{files[name]}: tensor {name} has {bad} of {tensor.numel()} elements that are not finite",
-                "copy it again; if its source is the same, the training that wrote it had diverged",
-            )
+        check_values(tensor, files[name], name)
         spec.by_rows(parameters[spec.name].data)[start : start + shape[0]].copy_(tensor)
+
+
+def check_values(tensor: Tensor, file: Path, name: str) -> None:
+    """DataError for a tensor (or a part of one) that cannot be trained: quantised, or not finite."""
+    if not tensor.is_floating_point() or tensor.itemsize < 2:
+        raise DataError(f"{file}: tensor {name} is {tensor.dtype}", "quantised weights cannot be trained")
+    if bad := not_finite(tensor):
+        raise DataError(
+            f"{file}: tensor {name} has {bad} of {tensor.numel()} elements that are not finite",
+            "copy it again; if its source is the same, the training that wrote it had diverged",
+        )
 
 
 def not_finite(tensor: Tensor) -> int:

@@ -10,7 +10,7 @@ from docklands.models.config import Family, HfConfig, ModelConfig, common_hf, fa
 def read(hf: HfConfig) -> ModelConfig:
     """ModelConfig from the config.json of LlamaForCausalLM (Touvron et al. 2023; Llama 3: arXiv 2407.21783)."""
     hf.refuse("mlp_bias", (False, None), "biases in the feed-forward block are not implemented")
-    bias = bool(hf.values.get("attention_bias", False))
+    bias = hf.flag("attention_bias", False)
     return ModelConfig(architecture="LlamaForCausalLM", qkv_bias=bias, o_bias=bias, **hf.common())
 
 

@@ -53,7 +53,8 @@ class Mla(nn.Module):
         q_TNP, k_T1P = kernels.rope(self._halves(q_TNP), self._halves(k_TP[:, None]), cos_TP, sin_TP)
         keep = getattr(attend, "latent", None)
         if keep is not None:
-            kept_T1C = torch.cat([latent_TR[:, None], k_T1P], -1)
+            whole_TR = latent_TR if self.kv_b.tp is None else self.kv_b.tp.enter(latent_TR)
+            kept_T1C = torch.cat([whole_TR[:, None], k_T1P], -1)
             if keep(self.layer, kept_T1C):
                 return self.o(self._absorbed(q_TNU, q_TNP, kept_T1C, attend).flatten(1))
         return self.o(self._expanded(torch.cat([q_TNU, q_TNP], -1), latent_TR, k_T1P, attend).flatten(1))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from docklands.models.config import Family, HfConfig, ModelConfig, MoeConfig, common_hf, families
+from docklands.models.config import MANY, Family, HfConfig, ModelConfig, MoeConfig, common_hf, families
 
 NO_WINDOW = "sliding-window attention is not implemented: set use_sliding_window to false if the contexts are short"
 
 
 def _refuse_windows(hf: HfConfig) -> None:
     hf.refuse("use_sliding_window", (False, None), NO_WINDOW)
-    for kind in hf.values.get("layer_types") or []:
+    kinds = hf.values.get("layer_types") or []
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind != "full_attention":
             HfConfig({"layer_types": kind}, hf.where).refuse("layer_types", ("full_attention",), NO_WINDOW)
 
@@ -25,7 +26,7 @@ def read_qwen2(hf: HfConfig) -> ModelConfig:
 def read_qwen3(hf: HfConfig) -> ModelConfig:
     """ModelConfig from the config.json of Qwen3ForCausalLM (arXiv 2505.09388)."""
     _refuse_windows(hf)
-    bias = bool(hf.values.get("attention_bias", False))
+    bias = hf.flag("attention_bias", False)
     fields = hf.common()
     fields["head_dim"] = hf.integer("head_dim", 128)
     return ModelConfig(architecture="Qwen3ForCausalLM", qk_norm=True, qkv_bias=bias, o_bias=bias, **fields)
@@ -36,14 +37,14 @@ def read_qwen3_moe(hf: HfConfig) -> ModelConfig:
     _refuse_windows(hf)
     experts = "num_experts" if "num_experts" in hf.values else "num_local_experts"  # the newer name
     moe = MoeConfig(
-        experts=hf.integer(experts),
+        experts=hf.integer(experts, most=MANY),
         top_k=hf.integer("num_experts_per_tok"),
         expert_size=hf.integer("moe_intermediate_size"),
-        normalize=bool(hf.values.get("norm_topk_prob", False)),
+        normalize=hf.flag("norm_topk_prob", False),
         sparse_step=hf.integer("decoder_sparse_step", 1),
-        dense_layers=tuple(hf.values.get("mlp_only_layers") or ()),
+        dense_layers=hf.integers("mlp_only_layers"),
     )
-    bias = bool(hf.values.get("attention_bias", False))
+    bias = hf.flag("attention_bias", False)
     fields = hf.common()
     return ModelConfig(architecture="Qwen3MoeForCausalLM", qk_norm=True, qkv_bias=bias, o_bias=bias, moe=moe, **fields)
 

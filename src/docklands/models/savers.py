@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from docklands.models.copies import Copies, Copy
 from docklands.parallel import fsdp
 
 LEAST = 65_536  # bytes: a smaller tensor stays
@@ -55,12 +57,15 @@ class Saver:
     lower      where the rest goes, from `least` bytes on; parameters stay. None: nowhere
 
     discarded  bytes not kept since `reset`
-    away       bytes in the lower tier now; peak: at most since `reset`
+    away       bytes in the lower tier now (or on their way); peak: at most since `reset`
+    ahead      tensors that were on their way up before backward asked for them, since `reset`
     """
 
     def __init__(self, selective: bool, lower: Lower | None = None, least: int = LEAST) -> None:
         self.selective, self.lower, self.least = selective, lower, least
-        self.discarded = self.away = self.peak = 0
+        self.discarded = self.away = self.peak = self.ahead = 0
+        self.copies = Copies("activations")
+        self._visits: deque[_Visit] = deque(maxlen=2)
         self._offers: dict[Key, tuple[Tensor, _Again]] = {}
         self._known: weakref.WeakValueDictionary[Key, _Away] = weakref.WeakValueDictionary()
         self._layer: nn.Module | None = None
@@ -69,13 +74,14 @@ class Saver:
 
     def reset(self) -> None:
         """Count from here on."""
-        self.discarded, self.peak = 0, self.away
+        self.discarded, self.ahead, self.peak = 0, 0, self.away
 
     @contextmanager
     def layer(self, layer: nn.Module) -> Iterator[None]:
         """Around the forward pass of one layer."""
         before, self._layer, self._parameters = getattr(_active, "saver", None), layer, None
         _active.saver = self
+        self._visit(layer)
         try:
             with saved_tensors_hooks(self._pack, _unpack):
                 yield
@@ -83,6 +89,15 @@ class Saver:
             _active.saver = before
             self._layer = None
             self._offers.clear()
+
+    def _visit(self, layer: nn.Module) -> None:
+        """Begin a layer's pass. It is a link of the chain that backward will go back along, unless it begins one."""
+        if self.lower is None:
+            return
+        if len(self._visits) == 2:
+            self._visits[0].settle(self.copies)
+        before = self._visits[-1] if self._visits else None
+        self._visits.append(_Visit(layer, None if before is None or layer in before.layers else before))
 
     def offer(self, out: Tensor, operation: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
         """`out` can be made again. It is held until the end of the layer, so that no other tensor has its address."""
@@ -103,9 +118,9 @@ class Saver:
         known = self._known.get(key)
         if known is None or known.source.expired():
             self._keys += 1
-            known = self._known[key] = _Away(self, self.lower, self._keys, tensor)
             self.away += size
             self.peak = max(self.peak, self.away)
+            known = self._known[key] = _Away(self, self.lower, self._keys, tensor, self._visits[-1])
         return known
 
     def _is_parameter(self, tensor: Tensor) -> bool:
@@ -147,26 +162,74 @@ class _Again:
         return found
 
 
+class _Visit:
+    """One layer's forward pass: what it sent down, and the pass before it. `layers`: of the chain that ends here."""
+
+    def __init__(self, layer: nn.Module, before: _Visit | None) -> None:
+        self.before = before
+        self.layers: set[nn.Module] = {layer} if before is None else before.layers | {layer}
+        self.sent: list[weakref.ref[_Away]] = []
+        self._called = False
+
+    def settle(self, copies: Copies) -> None:
+        """Wait until all of it is down."""
+        for away in filter(None, (ref() for ref in self.sent)):
+            copies.wait(away.down)
+
+    def call_up(self) -> None:
+        """Begin to bring it up, last first; once."""
+        if not self._called:
+            self._called = True
+            for away in filter(None, (ref() for ref in reversed(self.sent))):
+                away.call_up()
+
+
 class _Away:
     """A tensor in the lower tier; its place is free again when the graph lets go of it."""
 
-    def __init__(self, saver: Saver, lower: Lower, key: int, tensor: Tensor) -> None:
-        self.saver, self.lower, self.key = saver, lower, key
+    def __init__(self, saver: Saver, lower: Lower, key: int, tensor: Tensor, visit: _Visit) -> None:
+        self.saver, self.lower, self.key, self.visit = saver, lower, key, visit
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.size = tensor.numel() * tensor.itemsize
         self.source = StorageWeakRef(tensor.untyped_storage())
+        self.down = saver.copies.write(lower.write, key, tensor.detach())
+        self._up: Copy | None = None
+        self._held: Tensor | None = None
         self._live: Callable[[], Tensor | None] = lambda: None
-        lower.write(key, tensor.contiguous().view(-1).view(torch.uint8))
+        visit.sent.append(weakref.ref(self))
+
+    def call_up(self) -> None:
+        """Begin to bring it up, or hold it if it is not yet down."""
+        if self._up is None and self._held is None:
+            self._held = self._here()
+            if self._held is None:
+                self._up = self._read()
+            self.saver.ahead += 1
+
+    def _here(self) -> Tensor | None:
+        """The tensor, while somebody uses it or it is not yet down."""
+        live = self._live()
+        return self.down.data if live is None else live
+
+    def _read(self) -> Copy:
+        data = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return self.saver.copies.read(self.lower.read, self.key, data)
 
     def get(self) -> Tensor:
-        found = self._live()
+        if self.visit.before is not None:
+            self.visit.before.call_up()
+        if self.down.is_done:
+            self.down.wait()  # raises where it failed
+        found = self._here() if self._held is None else self._held
         if found is None:
-            data = torch.empty(self.size, dtype=torch.uint8, device=self.device)
-            self.lower.read(self.key, data)
-            found = data.view(self.dtype).view(self.shape)
+            coming = self._read() if self._up is None else self._up
+            self.saver.copies.wait(coming)
+            found = coming.data
+            assert found is not None
             self._live = weakref.ref(found)
+        self._held = self._up = None
         return found
 
     def __del__(self) -> None:
-        self.lower.drop(self.key)
+        self.saver.copies.drop(self.lower.drop, self.key)
         self.saver.away -= self.size

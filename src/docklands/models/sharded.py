@@ -115,7 +115,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def load(self, path: str | Path) -> None:
-        """From a Hugging Face directory: each rank reads its own slices only. Raises DataError."""
+        """From a Hugging Face directory: each rank reads, and checks, its own slices only. Raises DataError."""
         path = Path(path)
         files = hf_io.tensor_files(path)
         index = self.table.hf_index()
@@ -151,6 +151,7 @@ class ShardedModel:
             expert, row = divmod(start, spec.shape[1])
             region = [(expert, expert + 1), (row, row + shape[0]), *region[1:]]
             source = _OfOneExpert(source)
+        source = _Checked(source, files[hf_name], hf_name)
         for name in names:
             self._write(name, mine[name], source, region)
 
@@ -212,6 +213,18 @@ class ShardedModel:
         else:
             for _ in tensors:
                 pass
+
+
+class _Checked:
+    """A file's slices, each looked at as it is read: a rank checks what it holds."""
+
+    def __init__(self, source: Any, file: Path, name: str) -> None:
+        self._source, self._file, self._name = source, file, name
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        part = self._source[index]
+        hf_io.check_values(part, self._file, self._name)
+        return part
 
 
 class _OfOneExpert:

@@ -162,15 +162,13 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_TNH, k_TKH, v_TKH, o_TNH, lse_TN = ctx.saved_tensors
         ring, scale = ctx.ring
-        go, q, o = grads[0].float(), q_TNH.float(), o_TNH.float()
-        dq = torch.zeros_like(q)
+        dq = torch.zeros_like(q_TNH, dtype=torch.float32)
         held = torch.stack([k_TKH, v_TKH])
         dheld = torch.zeros(held.shape, dtype=torch.float32, device=held.device)
         for step in range(ring.group.size):
             last = step == ring.group.size - 1
             arriving, works = (held, []) if last else ring.pass_on(held, step)
-            wide = held.float()
-            inputs = (go, q, wide[0], wide[1], o, lse_TN)
+            inputs = (grads[0], q_TNH, held[0], held[1], o_TNH, lse_TN)
             ring.kernel.backward_blocks((dq, dheld[0], dheld[1]), inputs, ring.blocks[ring.source(step)], scale)
             for work in works:
                 work.wait()

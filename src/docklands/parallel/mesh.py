@@ -49,19 +49,24 @@ class Mesh:
     expert_shard, expert_replicate   the same for experts
     kv               ranks that hold the same kv heads, or None: see kv_group
     ends             first and last stage, which hold one tied embedding; None for stages in between
-    world            all ranks; None if there is one
+    world            all ranks of the layout; None if there is one
+    replica          ranks that work on the same rows (pp x cp x tp); None if there is one
     """
 
-    def __init__(self, layout: Layout, *, timeout_s: float = 600.0) -> None:
+    def __init__(self, layout: Layout, *, timeout_s: float = 600.0, first: int | None = None) -> None:
         """Call on every rank, after torch.distributed.init_process_group. Every wait in a group ends at `timeout_s`.
 
+        first  the layout's ranks are first, first + 1, ... of a larger world, whose other ranks make no call; None:
+               they are the world
         LayoutError when the number of processes is another than the layout's.
         """
         if not dist.is_initialized():
             raise LayoutError(f"layout {layout}: no process group", "start one process per rank (torch.distributed)")
-        layout.check_world(dist.get_world_size())
+        if first is None:
+            layout.check_world(dist.get_world_size())
         self.layout = layout
-        self.rank = dist.get_rank()
+        self.first, self._apart = first or 0, first is not None
+        self.rank = dist.get_rank() - self.first
         self.coords = layout.coords(self.rank)
         self._timeout = timedelta(seconds=timeout_s)
         self._made: dict[tuple[int, ...], Any] = {}
@@ -76,6 +81,7 @@ class Mesh:
         self.replicate = self._axis("dp") if sharded else self._axis("dp", "cp")
         self.expert_shard, self.expert_replicate = (expert, None) if sharded else (None, expert)
         self.world = self._axis("pp", "dp", "fsdp", "cp", "tp")
+        self.replica = self._axis("pp", "cp", "tp")
         self.ends = self._among("ends", [(g[0], g[-1]) for g in layout.groups("pp")]) if layout.pp > 1 else None
 
     def _axis(self, *axes: str) -> Group | None:
@@ -84,13 +90,17 @@ class Mesh:
     def _among(self, name: str, groups: list[tuple[int, ...]]) -> Group | None:
         """Make all of these groups (every rank takes part in making each) and give this rank's."""
         mine = None
-        for ranks in groups:
+        for members in groups:
+            ranks = tuple(self.first + rank for rank in members)
             if len(ranks) > 1 and ranks not in self._made:
-                self._made[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
-            if self.rank in ranks and len(ranks) > 1:
+                self._made[ranks] = self._new_group(ranks)
+            if self.first + self.rank in ranks and len(ranks) > 1:
                 mine = ranks
         pg = None if mine is None else self._made[mine]
-        return None if mine is None or pg is None else Group(name, pg, mine, mine.index(self.rank))
+        return None if mine is None or pg is None else Group(name, pg, mine, mine.index(self.first + self.rank))
+
+    def _new_group(self, ranks: tuple[int, ...], **more: Any) -> Any:
+        return dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=self._apart, **more)
 
     def kv_group(self, kv_heads: int) -> Group | None:
         """Ranks of the tensor group that hold the same kv head; None when each has its own. Call on every rank."""
@@ -100,10 +110,15 @@ class Mesh:
         parts = [g[i : i + shared] for g in self.layout.groups("tp") for i in range(0, self.layout.tp, shared)]
         return self._among("kv", parts)
 
+    def block(self, size: int) -> Group | None:
+        """This rank's among consecutive blocks of `size` ranks. Call on every rank."""
+        world = self.layout.world_size
+        return self._among("block", [tuple(range(i, i + size)) for i in range(0, world, size)])
+
     def background(self) -> dist.ProcessGroup | None:
         """All ranks once more, over gloo: for a thread that communicates beside the training. Call on every rank."""
         if self.world is not None and self._background is None:
-            self._background = dist.new_group(timeout=self._timeout, backend="gloo")
+            self._background = self._new_group(self.world.ranks, backend="gloo")
         return self._background
 
     @property

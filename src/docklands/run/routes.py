@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from docklands.algorithms.stages import with_routes
+from docklands.config.paths import resolve_model_path
 from docklands.config.schema import Config
 from docklands.core.fields import Field, routes_field
-from docklands.errors import ConfigError
-from docklands.models import ModelConfig
+from docklands.core.graph import Graph
+from docklands.errors import ConfigError, DataError
+from docklands.models import ModelConfig, read_config
 
 
 def routes_column(config: Config, shape: ModelConfig) -> Field[Any] | None:
@@ -25,6 +28,16 @@ def routes_column(config: Config, shape: ModelConfig) -> Field[Any] | None:
             "set train.replay_routes to false too, or remove rollout.record_routes",
         )
     return routes_field(*shape.routed) if record or replay else None
+
+
+def as_run(config: Config, graph: Graph) -> Graph:
+    """An algorithm's graph as a run of this config has it; without the model's directory, as the algorithm has it."""
+    try:
+        shape = read_config(resolve_model_path(config.model.path))
+    except DataError:
+        return graph
+    column = routes_column(config, shape)
+    return graph if column is None else with_routes(graph, column, replay=config.train.replay_routes)
 
 
 def check_router(config: Config, shape: ModelConfig) -> None:

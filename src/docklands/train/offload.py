@@ -2,25 +2,30 @@
 
 Legend: none.
 
-The lower tier is pinned host memory, or on a CPU a file (sync/memory.py). Moments come up one parameter at a time, so
-that the device never holds more than one parameter's; copies are not overlapped with the update.
+The lower tier is pinned host memory, or on a CPU a file (sync/memory.py). Moments come up one parameter at a time.
+While one is updated, those of the next are on their way up and those of the one before on their way down, so that the
+device never holds more than three parameters'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from docklands.config.schema import TrainSection
+from docklands.models.copies import Copies, Copy
 from docklands.models.model import Trunk
 from docklands.models.savers import Saver
 from docklands.sync.memory import FileTier, Ledger, Lower, PinnedTier
 
 Pair = tuple[Tensor, Tensor]
 MIB = 1 << 20
+MOMENTS_AT_ONCE = 3
+"""Parameters whose moments are on the device during a step with optim.offload."""
+LAYERS_AT_ONCE = 2
+"""Layers whose tensors are on the device with train.activation_offload, forward and backward."""
 
 
 def lower_tier(device: torch.device) -> Lower:
@@ -37,6 +42,14 @@ def install(models: Iterable[Trunk], section: TrainSection, device: torch.device
     for model in models:
         model.recompute, model.saver = section.recompute == "full", saver
     return saver
+
+
+def most_at_once(sizes: Sequence[int], count: int) -> int:
+    """The largest sum of `count` neighbours: for plans. Moments that the device holds under optim.offload: `sizes` are
+    bytes of each trained parameter's, in order, `count` MOMENTS_AT_ONCE. Activations under train.activation_offload:
+    what each layer keeps of a micro-batch, LAYERS_AT_ONCE; all layers', of all micro-batches under way, are below.
+    """
+    return max((sum(sizes[i : i + count]) for i in range(len(sizes))), default=0)
 
 
 def saver_metrics(name: str, saver: Saver | None) -> dict[str, tuple[float, float]]:
@@ -74,60 +87,84 @@ class Moments:
 
     def __init__(self, masters: Mapping[str, Tensor], lower: Lower | None = None) -> None:
         self.masters, self.lower, self.ledger = masters, lower, Ledger()
+        self.copies = Copies("moments")
         self._here: dict[str, Pair] = {}
+        self._up: dict[str, list[Copy]] = {}
+        self._down: dict[str, list[Copy]] = {}
         self._away: set[str] = set()
         self._keys = {name: 2 * i for i, name in enumerate(masters)}
         if lower is None:
             self.all()
 
-    def _up(self, name: str) -> Pair:
-        if name not in self._here:
-            master = self.masters[name]
-            pair = (torch.zeros_like(master), torch.zeros_like(master))
-            if name in self._away:
-                assert self.lower is not None
-                for i, tensor in enumerate(pair):
-                    self.lower.read(self._keys[name] + i, flat(tensor))
-                self._away.remove(name)
-                self.ledger.add(self.lower.name, "optimizer", -size(pair))
-            self._here[name] = pair
-            self.ledger.add("device", "optimizer", size(pair))
-        return self._here[name]
-
-    def _down(self, name: str) -> None:
-        if self.lower is None:
-            return
-        pair = self._here.pop(name)
-        for i, tensor in enumerate(pair):
-            self.lower.write(self._keys[name] + i, flat(tensor))
-        self._away.add(name)
-        self.ledger.add("device", "optimizer", -size(pair))
-        self.ledger.add(self.lower.name, "optimizer", size(pair))
-
-    @contextmanager
-    def of(self, name: str) -> Iterator[Pair]:
-        """The moments of one parameter, to be changed in place."""
-        yield self._up(name)
-        self._down(name)
+    def each(self, names: Iterable[str]) -> Iterator[tuple[str, Pair]]:
+        """The moments of these parameters, one after the other, to be changed in place until the next is asked for."""
+        names = list(names)
+        for name, following in zip(names, [*names[1:], None]):
+            self._call_up(name)
+            if following is not None and self.lower is not None:
+                self._call_up(following)
+            yield name, self._arrived(name)
+            self._send_down(name)
 
     def all(self) -> dict[str, Pair]:
         """All of them, here, the live ones; they stay until `rest`."""
-        return {name: self._up(name) for name in self.masters}
+        for name in self.masters:
+            self._call_up(name)
+        return {name: self._arrived(name) for name in self.masters}
 
     def rest(self) -> None:
-        """Send down what is still here."""
+        """Send down what is still here, and wait until all is down."""
         for name in list(self._here):
-            self._down(name)
+            self._send_down(name)
+        for name in list(self._down):
+            self._landed(name)
+
+    def _call_up(self, name: str) -> None:
+        """Begin to bring a parameter's up; zeros the first time."""
+        if name in self._here:
+            return
+        master = self.masters[name]
+        make = torch.zeros_like if name not in self._away else torch.empty_like
+        pair = self._here[name] = (make(master), make(master))
+        self.ledger.add("device", "optimizer", size(pair))
+        if name in self._away:
+            assert self.lower is not None
+            self._up[name] = [
+                self.copies.read(self.lower.read, self._keys[name] + i, tensor) for i, tensor in enumerate(pair)
+            ]
+
+    def _arrived(self, name: str) -> Pair:
+        for copy in self._up.pop(name, ()):
+            self.copies.wait(copy)
+        if name in self._away:
+            assert self.lower is not None
+            self._away.remove(name)
+            self.ledger.add(self.lower.name, "optimizer", -size(self._here[name]))
+        return self._here[name]
+
+    def _send_down(self, name: str) -> None:
+        """Begin to send a parameter's down; when that of the one before is complete."""
+        if self.lower is None:
+            return
+        for before in list(self._down):
+            self._landed(before)
+        pair = self._arrived(name)
+        del self._here[name]
+        self._down[name] = [
+            self.copies.write(self.lower.write, self._keys[name] + i, tensor) for i, tensor in enumerate(pair)
+        ]
+        self._away.add(name)
+        self.ledger.add(self.lower.name, "optimizer", size(pair))
+
+    def _landed(self, name: str) -> None:
+        for copy in self._down.pop(name):
+            self.copies.wait(copy)
+        self.ledger.add("device", "optimizer", -2 * 4 * self.masters[name].numel())
 
     @property
     def away_bytes(self) -> int:
         """In the lower tier now."""
         return 0 if self.lower is None else self.ledger.of(self.lower.name)
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """Its bytes, uint8 [n]."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def size(pair: Pair) -> int:

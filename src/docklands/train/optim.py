@@ -150,9 +150,9 @@ class Optimizer:
         """Clip, update, forget the gradients. -> (gradient norm before clipping, learning rate). Raises NonFinite."""
         norm, lr, clip = self.norm(), self.lr, self.section.grad_clip
         factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
-        for name, gradient in self.gradients().items():
-            with self.resting.of(name) as pair:
-                self._update(name, gradient.reshape(-1), pair, (factor, lr))
+        gradients = self.gradients()
+        for name, pair in self.resting.each(gradients):
+            self._update(name, gradients[name].reshape(-1), pair, (factor, lr))
         self.resting.rest()
         self.clear()
         self.updates += 1

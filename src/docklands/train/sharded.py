@@ -172,14 +172,14 @@ class ShardedEngine(TrainEngine):
 
     def _logprobs(self, hidden_UD: Tensor, share: Share, entropy: bool) -> Any:
         assert isinstance(self.model, CausalLM)
-        weight, chunk = self.model.head_weight, self._vocabulary_chunk(len(hidden_UD))
+        weight, sizes = self.model.head_weight, self._logits(len(hidden_UD))
         if self.mesh.tp is None:
             return sampled_logprob(
-                hidden_UD, weight, share.target_U, temperature=self.temperature, entropy=entropy, chunk=chunk
+                hidden_UD, weight, share.target_U, temperature=self.temperature, entropy=entropy, **sizes
             )
         name = "embed.weight" if self.model.head is None else "head.weight"
         first_row = self.sharded.slots[name].cuts[0].pieces(self.mesh.tp.rank)[0].start
-        part = VocabularyPart(self.mesh.tp.pg, first_row, chunk)
+        part = VocabularyPart(self.mesh.tp.pg, first_row, **sizes)
         return sampled_logprob_parallel(
             hidden_UD, weight, share.target_U, part, temperature=self.temperature, entropy=entropy
         )
@@ -352,7 +352,7 @@ def merged(report: Report, mesh: Mesh) -> Report:
     speaks = mesh.coords["tp"] == mesh.coords["cp"] == 0 and mesh.is_last_stage
     own = (report.metrics.to_dict(), report.loss, report.packed, report.error) if speaks else None
     found: list[Any] = [None] * mesh.world.size
-    dist.all_gather_object(found, own)
+    dist.all_gather_object(found, own, group=mesh.world.pg)
     whole = Report()
     for said in found:
         if said is not None:

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from docklands.core.batch import Batch
-from docklands.core.fields import GROUP_ID
 from docklands.kernels import block_attention
 from docklands.kernels.prefix_attention import Group, PrefixAttention
 from docklands.models import AttentionContext
@@ -132,17 +130,18 @@ def gathered(value_U: Tensor, share: Share, mesh: Mesh) -> Tensor:
     return collect(value_U, mesh.cp, share.counts)[share.order_M]
 
 
-def rows_of_replicas(batch: Batch, replicas: int) -> list[np.ndarray]:
+def rows_of_replicas(lengths: np.ndarray, groups: np.ndarray, replicas: int) -> list[np.ndarray]:
     """Rows of each data-parallel replica: token counts balanced, groups whole where that costs no balance.
 
-    Longest processing time first; rows are in batch order within a replica. Deterministic.
+    Longest processing time first; rows are in the given order within a replica. Deterministic.
+
+    lengths, groups  int64 [B]: tokens and group id of each row; a row of unknown length (0) counts as one token
     """
     if replicas == 1:
-        return [np.arange(len(batch))]
-    lengths = batch.lengths.astype(np.int64)
-    groups = batch[GROUP_ID].numpy() if GROUP_ID in batch else np.arange(len(batch))
+        return [np.arange(len(lengths))]
+    lengths = np.maximum(lengths.astype(np.int64), 1)
     by_group = _balanced([np.flatnonzero(groups == g) for g in dict.fromkeys(groups.tolist())], lengths, replicas)
-    by_row = _balanced([np.array([row]) for row in range(len(batch))], lengths, replicas)
+    by_row = _balanced([np.array([row]) for row in range(len(lengths))], lengths, replicas)
     heaviest = [max(int(lengths[rows].sum()) for rows in found) for found in (by_group, by_row)]
     return by_group if heaviest[0] <= max(heaviest[1], 1.05 * int(lengths.sum()) / replicas) else by_row
 
