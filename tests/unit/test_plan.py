@@ -23,8 +23,11 @@ from docklands.sync.script import Script
 def config(*overrides: str) -> Config:
     sections: dict[str, dict[str, Any]] = {"train": {"dtype": "bfloat16"}, "rollout": {"max_batch": 64}}
     for key, value in (item.split("=") for item in overrides):
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = yaml.safe_load(value)
+        *path, name = key.split(".")
+        section: dict[str, Any] = sections
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = yaml.safe_load(value)
     return Config.model_validate(sections)
 
 
@@ -97,6 +100,15 @@ def test_a_small_device_holds_fewer_sequences_or_none() -> None:
         none.check()
 
 
+def test_the_generation_layout_is_that_of_the_config() -> None:
+    said = config(*layout(tp=2, dp=2), "rollout.layout.tp=2")
+    assert plan_run(said, MODELS["moe"], None, Options(), GIB).reshard.target == Layout(tp=2, dp=2)
+    apart = config(*layout(tp=2, dp=2), "rollout.layout.ep=2", "fleet.placement=disaggregated")
+    plan = plan_run(apart, MODELS["moe"], None, Options(), GIB).reshard
+    assert (plan.target, plan.devices, plan.first_generator) == (Layout(dp=2, ep=2), 6, 4)
+    assert plan_run(config(*layout(tp=2)), MODELS["moe"], None, Options(), GIB).reshard.target == Layout(dp=2)
+
+
 def test_layouts_on_the_command_line() -> None:
     assert parse_layout("tp=4, ep=64,etp=4,dp=64") == Layout(tp=4, ep=64, etp=4, dp=64)
     for wrong in ("tp4", "tp=x", "tp=2,tp=2", "heads=2", "tp=0"):
@@ -132,3 +144,20 @@ def test_everything_is_in_every_phase_once() -> None:
     found = plan_run(config(*layout(fsdp=4)), MODELS["moe"], Layout(tp=4), Options(), GIB)
     elements = np.sum([counts for _, _, counts in found.reshard.held("source")], axis=0)
     assert elements.sum() == MODELS["moe"].num_params
+
+
+def test_what_waits_on_the_host_is_not_on_the_device() -> None:
+    """Qwen2.5-7B, TP 4: moments of three parameters, activations of two layers; everything else as before."""
+    model, sizes = catalog.get("qwen2.5-7b"), layout(tp=4)
+    plain = plan_run(config(*sizes), model, Layout(tp=4), Options(), 80 * GIB).phases[0].parts
+    saved = ("train.optim.offload=true", "train.activation_offload=true")
+    spared = plan_run(config(*saved, *sizes), model, Layout(tp=4), Options(), 80 * GIB).phases[0].parts
+    assert {name: spared[name] for name in ("weights", "gradients")} == {
+        name: plain[name] for name in ("weights", "gradients")
+    }
+    embedding, layer = 152064 * 3584 // 4, 3 * 18944 * 3584 // 4  # which stand side by side is the table's order
+    assert embedding < spared["optimizer"] / 8 < 2 * embedding + layer
+    assert plain["optimizer"] > 6 * spared["optimizer"]
+    logits = 2 * 4 * 1024 * 152064 // 4
+    layers = (plain["activations"] - logits) / (spared["activations"] - logits)
+    assert layers == pytest.approx(28 / 2, rel=1e-3)

@@ -1,10 +1,15 @@
-"""docklands config show, check and diff."""
+"""docklands config show, check, diff and convert."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from docklands.cli.shared import ConfigFile, Overrides, read_config
+from docklands.errors import ConfigError
 
 app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
 
@@ -42,3 +47,28 @@ def diff(left: ConfigFile, right: ConfigFile) -> None:
         print(f"{name}: {flow(a)} -> {flow(b)}")
     if not rows:
         print("no difference")
+
+
+@app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="YAML; for verl also a .sh script, for TRL also a .py script.")],
+    system: Annotated[str, typer.Option("--from", help="mindspeed_rl, verl or trl.")],
+    out: Annotated[Path | None, typer.Option(help="Write here instead of printing.")] = None,
+) -> None:
+    """Translate another system's configuration; every key of it is mapped, or told with a reason."""
+    from docklands.config.convert.base import KINDS
+    from docklands.config.convert.files import convert_file
+
+    found = convert_file(file, system)
+    from docklands.algorithms import build_algorithm
+
+    build_algorithm(found.config).graph()
+    text = found.to_yaml()
+    if out is None:
+        print(text, end="")
+    elif out.exists():
+        raise ConfigError(f"{out} exists", "choose another name with --out")
+    else:
+        out.write_text(text, encoding="utf-8")
+    counts = ", ".join(f"{found.count(kind)} {kind}" for kind in KINDS)
+    print(f"{found.system.title}: {counts}" + ("" if out is None else f"; wrote {out}"), file=sys.stderr)

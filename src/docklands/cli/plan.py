@@ -1,36 +1,110 @@
-"""docklands plan: memory of each phase and bytes moved, before anything starts."""
+"""docklands plan: memory of each phase, bytes moved and the time of a step, before anything starts."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from docklands.cli.shared import ConfigFile, Overrides, read_config
+from docklands.errors import ConfigError
+
+if TYPE_CHECKING:
+    from docklands.config.schema import Config
+    from docklands.models.config import ModelConfig
 
 
-def plan(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    model: Annotated[
-        str, typer.Option(help="A published model by name (qwen2.5-32b, ...) instead of model.path.")
-    ] = "",
-    generation: Annotated[str, typer.Option(help="Generation layout, e.g. tp=2,dp=8; default: dp only.")] = "",
-    device_gib: Annotated[float, typer.Option(help="Memory of a device in GiB; 0: this machine's.")] = 0.0,
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of the command."""
+
+    config: ConfigFile
+    overrides: Overrides = None
+    model: Annotated[str, typer.Option(help="A published model by name (qwen2.5-32b, ...) instead of model.path.")] = ""
+    generation: Annotated[
+        str, typer.Option(help="Generation layout, e.g. tp=2,dp=8; default: rollout.layout, else dp only.")
+    ] = ""
+    device_gib: Annotated[
+        float, typer.Option(help="Memory of a device in GiB; 0: --hardware's, else this machine's.")
+    ] = 0.0
     transfer: Annotated[
-        str, typer.Option(help="method=minimal|allgather_swap|broadcast, bucket_mib=256, node=8 (devices), apart=0|1.")
-    ] = "",
-) -> None:
-    """Print memory per device in training, resharding and generation, and what resharding moves.
+        str,
+        typer.Option(
+            help="method=minimal|allgather_swap|broadcast, bucket_mib=256, node=8 (devices), apart=0|1; default: as in "
+            "sync and fleet."
+        ),
+    ] = ""
+    hardware: Annotated[
+        str, typer.Option(help="Predict time on h100, ascend-910b, ascend-910c, or as a YAML file describes.")
+    ] = ""
+    lengths: Annotated[
+        str, typer.Option(help="lognormal:mean=M,max=X,sigma=1,prompt=P, fixed:tokens=N, or a run directory.")
+    ] = ""
+    dropped: Annotated[float, typer.Option(min=0, max=0.99, help="Share of groups that the filter drops.")] = 0.0
+    calibrate: Annotated[
+        Path | None, typer.Option(help="Measure this machine with the config's model; write its figures here.")
+    ] = None
+
+
+def with_arguments(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
+    """A command whose arguments are the fields of a dataclass, which it gets as one."""
+
+    def wrap(run: Callable[[Any], None]) -> Callable[..., None]:
+        def command(**given: Any) -> None:
+            run(kind(**given))
+
+        command.__doc__, command.__name__ = run.__doc__, run.__name__
+        hints = get_type_hints(kind, include_extras=True)
+        named = [p.replace(annotation=hints[p.name]) for p in inspect.signature(kind).parameters.values()]
+        command.__annotations__ = hints
+        command.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+        return command
+
+    return wrap
+
+
+@with_arguments(Asked)
+def plan(asked: Asked) -> None:
+    """Print memory per device in training, resharding and generation, what resharding moves, and the predicted step.
 
     Exit code 2, with what to change, when it does not fit.
     """
-    loaded, _ = read_config(config, overrides)
+    loaded, _ = read_config(asked.config, asked.overrides)
     from docklands.device import choose, memory_capacity
-    from docklands.run.plan import GIB, model_of, parse_layout, parse_transfer, plan_run
+    from docklands.run.hardware import find_hardware
+    from docklands.run.plan import GIB, generation_layout, model_of, parse_transfer, plan_run
 
-    capacity = int(device_gib * GIB) if device_gib > 0 else memory_capacity(choose(loaded.run.device))
-    target = parse_layout(generation) if generation else None
-    found = plan_run(loaded, model_of(loaded, model), target, parse_transfer(transfer), capacity)
+    shape = model_of(loaded, asked.model)
+    if asked.calibrate is not None:
+        measure(loaded, shape, asked.calibrate)
+    machine = find_hardware(asked.hardware) if asked.hardware else None
+    default = int(machine.capacity) if machine else memory_capacity(choose(loaded.run.device))
+    capacity = int(asked.device_gib * GIB) if asked.device_gib > 0 else default
+    options = parse_transfer(asked.transfer, loaded, machine.node if machine else 8)
+    found = plan_run(loaded, shape, generation_layout(loaded, asked.generation, options.apart), options, capacity)
     print(found.to_text())
     found.check()
+    if machine is not None:
+        from docklands.run.forecast import Case, forecast
+        from docklands.run.lengths import read_lengths
+
+        lengths = read_lengths(asked.lengths, loaded)
+        print("\n" + forecast(loaded, found, Case(machine, lengths, dropped=asked.dropped)).to_text())
+    elif asked.lengths or asked.dropped:
+        raise ConfigError("--lengths and --dropped predict time", "name the machine: --hardware h100")
+
+
+def measure(config: Config, shape: ModelConfig, out: Path) -> None:
+    """Write the figures of this machine."""
+    from docklands.run.calibrate import calibrate
+
+    found = calibrate(config, shape)
+    try:
+        out.write_text(found.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{out}: {error.strerror}") from None
+    print(f"measured this machine: {out}\n")

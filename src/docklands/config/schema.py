@@ -80,7 +80,9 @@ class RolloutSection(Section):
     top_k: NonNegative = Field(default=0, description="0: off; other values are for evaluation only")
     top_p: float = Field(default=1.0, gt=0, le=1, description="1: off; other values are for evaluation only")
     stop: list[str] = Field(default_factory=list, description="extra stop strings that are single tokens")
-    engine: Literal["native"] = Field(default="native", description="generation engine")
+    engine: Literal["native", "vllm"] = Field(
+        default="native", description="generation engine; vllm: dense models in one process, see docs/howto/vllm.md"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: train.dtype")
     record_routes: bool | None = Field(
         default=None, description="keep which experts each token went to; null: when the trainer replays them"

@@ -21,7 +21,8 @@ from docklands.fleet.generation import GenerationSpec, PlannedSync, RemoteGenera
 from docklands.fleet.local_backend import Device, LocalRole
 from docklands.fleet.worker_role import WorkerRole
 from docklands.rewards import build_scorer
-from docklands.rollout import NativeEngine, RolloutWorker
+from docklands.rollout import RolloutWorker
+from docklands.rollout.engines import build_engine
 from docklands.run.parts import Parts
 from docklands.sync.in_process import InProcessSync
 from docklands.train.engine import TrainEngine
@@ -90,7 +91,7 @@ def rollout_worker(parts: Parts) -> RolloutWorker | RemoteGenerator:
         return RemoteGenerator(parts.workers, generation_spec(parts))
     section = config.rollout.model_copy(update={"record_routes": parts.routes is not None})
     engines = [
-        NativeEngine(shape, section, dtype=parts.rollout_dtype, device=parts.device)
+        build_engine(config, shape, section, parts.rollout_dtype, parts.device)
         for _ in range(config.fleet.rollout_workers)
     ]
     env = build_env_factory(config.env)

@@ -26,6 +26,7 @@ from docklands.fleet.workers import Carrier, Workers
 from docklands.obs.rundir import RunDir
 from docklands.parallel import Layout
 from docklands.rollout.capacity import check_lengths, check_vocabulary
+from docklands.rollout.engines import check_engine
 from docklands.rollout.partial import check_partial
 from docklands.run.routes import check_router, routes_column
 from docklands.sync.publish import check_sync
@@ -78,6 +79,7 @@ def build_parts(config: Config, run_dir: RunDir) -> Parts:
     check_vocabulary(tokenizer.vocab_size, shape)
     if "rollout" in algorithm.graph().roles:
         check_lengths(config.rollout, config.data.max_prompt_tokens, shape)
+        check_engine(config, shape)
     check_partial(config.rollout, config.dock.max_staleness)
     check_router(config, shape)
     routes = routes_column(config, shape)

@@ -14,11 +14,13 @@ import numpy as np
 from docklands.config.paths import resolve_model_path
 from docklands.config.schema import Config
 from docklands.errors import ConfigError, LayoutError
+from docklands.fleet.generation import generation_of
 from docklands.models.catalog import catalog
 from docklands.models.config import ModelConfig
 from docklands.models.hf_io import read_config
 from docklands.parallel.layout import NUMBERS, Layout
 from docklands.sync.plan import MIB, Method, Options, Plan, plan_reshard
+from docklands.train.offload import LAYERS_AT_ONCE, MOMENTS_AT_ONCE, most_at_once
 
 GIB = 1 << 30
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -127,14 +129,30 @@ def parse_layout(text: str) -> Layout:
     return Layout(**{name: _whole(value, f"layout: {name}") for name, value in pairs.items()})  # type: ignore[arg-type]
 
 
-def parse_transfer(text: str) -> Options:
-    """ "method=broadcast,bucket_mib=128,node=16,apart=1" -> Options. ConfigError."""
-    pairs = {"method": "minimal", "bucket_mib": "256", "node": "8", "apart": "0"}
+def parse_transfer(text: str, config: Config | None = None, node: int = 8) -> Options:
+    """ "method=broadcast,bucket_mib=128,node=16,apart=1" -> Options; what is not said is the config's. ConfigError."""
+    pairs = {"method": "minimal", "bucket_mib": "256", "node": str(node), "apart": "0"}
+    if config is not None:
+        apart, method = config.fleet.placement == "disaggregated", config.sync.method
+        chosen = ("broadcast" if apart else "minimal") if method == "auto" else method
+        pairs |= {"method": chosen, "apart": str(int(apart)), "bucket_mib": str(max(1, int(config.sync.bucket_mib)))}
     pairs |= _pairs(text, "transfer", tuple(pairs))
     if pairs["method"] not in get_args(Method) or pairs["apart"] not in ("0", "1"):
         raise ConfigError(f"transfer {text!r}: unknown method, or apart is not 0 or 1", ", ".join(get_args(Method)))
     size, node = (_whole(pairs[name], f"transfer: {name}") for name in ("bucket_mib", "node"))
     return Options(pairs["method"], size * MIB, node=node, apart=pairs["apart"] == "1")  # type: ignore[arg-type]
+
+
+def generation_layout(config: Config, text: str = "", apart: bool = False) -> Layout | None:
+    """The layout in words, else the config's (dp 0: what the training ranks leave room for), else None."""
+    if text:
+        return parse_layout(text)
+    x = config.rollout.layout
+    if not x.spread:
+        return None
+    if not x.dp and apart:
+        raise ConfigError("rollout.layout.dp is 0 and generators have devices of their own", "say how many replicas")
+    return Layout(dp=x.dp or max(1, config.training_ranks // x.tp), tp=x.tp, ep=x.ep, etp=x.etp)
 
 
 def model_of(config: Config, name: str = "") -> ModelConfig:
@@ -149,11 +167,14 @@ def model_of(config: Config, name: str = "") -> ModelConfig:
 def plan_run(config: Config, model: ModelConfig, target: Layout | None, options: Options, capacity: int) -> MemoryPlan:
     """LayoutError where the model does not divide; what does not fit is left to `MemoryPlan.check`.
 
-    target    generation layout; None: whole models, one on each training rank
+    target    generation layout; None: rollout.layout's, by default whole models, one on each training rank
     options   itemsize is taken from the config (rollout.dtype)
     capacity  bytes of a device
     """
     source = Layout(**config.layout.model_dump())
+    if target is None and config.rollout.layout.spread:
+        target = generation_of(config, model)
+        options = replace(options, apart=config.fleet.placement == "disaggregated")
     target = target or Layout(dp=source.world_size)
     if not options.apart and target.world_size != source.world_size:
         raise LayoutError(
@@ -169,7 +190,7 @@ def plan_run(config: Config, model: ModelConfig, target: Layout | None, options:
     training = {
         "weights": trained * (MASTER + copies) + (trained > 0) * _gathered(model, config, source),
         "gradients": trained * GRADIENT,
-        "optimizer": trained * MOMENTS,
+        "optimizer": _moments(config, plan, trained),
         "activations": np.array([_activations(model, config, source, d) for d in range(plan.devices)]),
     }
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -188,6 +209,14 @@ def plan_run(config: Config, model: ModelConfig, target: Layout | None, options:
 
 def _elements(held: Iterable[tuple[str, int, np.ndarray]], plan: Plan) -> np.ndarray:
     return sum((counts for _, _, counts in held), np.zeros(plan.devices, np.int64))
+
+
+def _moments(config: Config, plan: Plan, trained: np.ndarray) -> np.ndarray:
+    """Adam's two moments on each device; with optim.offload those of a few parameters at a time."""
+    if not config.train.optim.offload:
+        return trained * MOMENTS
+    sizes = np.array([counts for _, _, counts in plan.held("source")]) * MOMENTS
+    return np.array([most_at_once(sizes[:, device].tolist(), MOMENTS_AT_ONCE) for device in range(plan.devices)])
 
 
 def _fullest(name: str, parts: dict[str, np.ndarray]) -> Phase:
@@ -248,7 +277,8 @@ def _activations(model: ModelConfig, config: Config, layout: Layout, rank: int) 
     product; of experts, those of its top_k, and D in and out for each). With recompute full only D, and one layer
     whole; selective keeps neither the norms' outputs nor the activations' products.
     Tensor parallelism with sp divides all of it, context parallelism the tokens. A pipeline stage p of P keeps P - p
-    micro-batches. Beside that: the fp32 logits of a chunk, and their gradient.
+    micro-batches. With activation_offload only two layers' are on the device. Beside that: the fp32 logits of a chunk,
+    and their gradient.
     """
     if rank >= layout.world_size:
         return 0
@@ -267,8 +297,10 @@ def _activations(model: ModelConfig, config: Config, layout: Layout, rank: int) 
         numbers = len(layers) * size + max(per_layer)
     elif config.train.recompute == "selective":
         numbers -= sum(2 * size + _activated(model, layer) for layer in layers)
-    tokens = -(-config.train.tokens_per_microbatch // layout.cp)
-    kept = numbers * tokens * (layout.pp - stage) * ITEMSIZE[config.train.dtype]
+    tokens, batches = -(-config.train.tokens_per_microbatch // layout.cp), layout.pp - stage
+    if config.train.activation_offload:
+        numbers, batches = most_at_once(per_layer, LAYERS_AT_ONCE), 1
+    kept = numbers * tokens * batches * ITEMSIZE[config.train.dtype]
     chunk = min(tokens, config.train.logprob_chunk_tokens)
     logits = 2 * 4 * chunk * -(-model.vocab_size // layout.tp) if stage == layout.pp - 1 else 0
     return kept // layout.tp + logits

@@ -41,6 +41,7 @@ UNNEEDED = (
     *drop("one implementation", "trainer.use_legacy_worker_impl trainer.esi_redundant_time"),
     *drop("the reward is what is filtered by", "algorithm.filter_groups.metric"),
     *drop("the limit is rollout.max_response_tokens", "reward_model.reward_kwargs.max_resp_len *.overlong_buffer.log"),
+    *drop("only read with skip_rollout", f"{R}.skip_dump_dir"),
     *drop("rewards run beside generation", "*.launch_reward_fn_async critic.rollout_n critic.enable"),
 )
 
@@ -55,7 +56,6 @@ UNSUPPORTED = (
     *lack("write an environment: env.name", f"{R}.multi_turn.enable {R}.agent.*", False),
     *lack("with multi_turn.enable", f"{R}.multi_turn.*", 1, 256, "middle", "strict", "hermes", False),
     *lack("samples end at their end", f"{R}.ignore_eos {R}.skip_rollout {R}.over_sample_rate", False, 0),
-    *lack("without skip_rollout", f"{R}.skip_dump_dir", "/tmp/rollout_dump"),
     *lack("algorithm.correction says how", "algorithm.rollout_correction.* algorithm.rollout_is*", False),
     *lack("not there", "algorithm.use_pf_ppo algorithm.pf_ppo.* algorithm.mask_truncated_samples", False, "pow", 2.0),
     *lack("only with its loss mode", f"{A}.policy_loss.*", 0.0002, 1.0, 5.0, 0.1),
