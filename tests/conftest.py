@@ -27,18 +27,23 @@ settings.load_profile("ci")
 
 
 LONG = (
-    "distributed/", "e2e/test_dock_in_processes", "e2e/test_howto", "e2e/test_layout", "e2e/test_metrics",
-    "e2e/test_moe", "e2e/test_run_directory", "e2e/test_end_of_data", "parity/test_models_m", "property/test_dock_",
-    "property/test_sync_", "property/test_wire", "unit/test_plan", "unit/test_router_", "unit/test_sync_",
-    "unit/test_train_savers", "unit/test_warehouse_",
+    "distributed/", "e2e/test_dashboard_", "e2e/test_dock_in_processes", "e2e/test_fleet_", "e2e/test_howto",
+    "e2e/test_layout", "e2e/test_metrics", "e2e/test_moe", "e2e/test_reshard_run", "e2e/test_run_directory",
+    "e2e/test_end_of_data",
+    "parity/test_models_m",
+    "property/test_dock_", "property/test_sync_", "property/test_wire", "unit/test_plan", "unit/test_router_",
+    "unit/test_sync_", "unit/test_train_savers", "unit/test_warehouse_",
 )  # fmt: skip
 """Whole files that `make test-fast` leaves out: several processes, several runs, many examples."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of LONG as slow."""
+    """Mark the tests of LONG as slow. Where pytest runs several processes, a file stays with one of them, and so do
+    all tests that start processes themselves, which would else get in each other's way.
+    """
     for item in items:
         path = item.path.relative_to(Path(__file__).parent).as_posix()
+        item.add_marker(pytest.mark.xdist_group("processes" if path.startswith("distributed/") else path))
         if path.startswith(LONG):
             item.add_marker(pytest.mark.slow)
 

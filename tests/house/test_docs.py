@@ -27,6 +27,7 @@ COMMANDS = {
     "plan",
     "graph",
     "config",
+    "dash",
     "dock",
     "doctor",
     "export",

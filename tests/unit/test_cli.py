@@ -56,7 +56,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"docklands {__version__}\n"
     assert run(["--help"]) == 0
     names = re.findall(r"^│ ([a-z]+) ", capsys.readouterr().out, flags=re.MULTILINE)
-    assert names == "train eval generate plan graph doctor export report trace config dock import".split()
+    assert names == "train eval generate plan graph doctor export report trace dash config dock import".split()
     assert run([]) == 2 and "Usage" in capsys.readouterr().out
 
 

@@ -115,7 +115,9 @@ def test_did_you_mean(write: Write, text: str) -> None:
 
 
 def misspelt(word: str) -> str:
-    """The word with its last two different neighbours exchanged, or a letter more."""
+    """The word with its last two different neighbours exchanged, or a letter more; a short one has many neighbours."""
+    if len(word) < 4:
+        return word + word[-1]
     for i in range(len(word) - 1, 0, -1):
         if word[i] != word[i - 1]:
             return word[: i - 1] + word[i] + word[i - 1] + word[i + 1 :]
@@ -277,13 +279,13 @@ def test_overrides_are_yaml(write: Write) -> None:
             "env.args={x: {y: [1, 2]}}",
             "train.optim={lr: 2e-4, eps: 1e-9}",
             "data.source=task:larger_number",
-            "run.name=''",
+            "data.system_prompt=''",
             "reward.functions=[{name: number}]",
         ],
     )
     assert config.rollout.stop == ["a", "b c"] and config.algorithm.clip_high is None
     assert config.data.args == {"digits": 6, "size": 9} and sources["data.args"] == f"{path}:1 + command line"
-    assert config.env.args == {"x": {"y": [1, 2]}} and config.run.name == ""
+    assert config.env.args == {"x": {"y": [1, 2]}} and config.data.system_prompt == ""
     assert (config.train.optim.lr, config.train.optim.eps, config.train.optim.weight_decay) == (2e-4, 1e-9, 0.01)
     assert sources["train.optim.lr"] == "command line" and sources["train.optim.weight_decay"] == "default"
     assert config.data.source == "task:larger_number" and config.reward.functions[0].name == "number"

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from docklands.cli.evaluate import table
 from docklands.core.batch import Batch
 from docklands.core.fields import COMPLETION, GROUP_ID, PROMPT, REWARD, REWARD_INFO
+from docklands.obs.metrics import find
 from docklands.rewards.base import RewardSample
 from docklands.rewards.builtin import make
 from docklands.run.evaluate import bootstrap_interval, majority, pass_at_k, summarise
 
 
-@pytest.mark.parametrize(
-    ("samples", "correct", "k"), [(5, 2, 1), (5, 2, 3), (6, 0, 4), (6, 6, 2), (7, 3, 7)]
-)
+@pytest.mark.parametrize(("samples", "correct", "k"), [(5, 2, 1), (5, 2, 3), (6, 0, 4), (6, 6, 2), (7, 3, 7)])
 def test_pass_at_k_is_the_share_of_draws_with_a_right_one(samples: int, correct: int, k: int) -> None:
     draws = list(combinations(range(samples), k))
     share = sum(any(i < correct for i in draw) for draw in draws) / len(draws)
@@ -77,3 +77,13 @@ def test_replies_without_an_answer_do_not_vote() -> None:
 def test_whole_texts_vote_where_no_verifier_read_an_answer() -> None:
     batch = scored(["a", "b ", "b", "c"], [0.0, 1.0, 1.0, 0.0], [{}, {}, {}, {}])
     assert majority(batch, np.arange(4), batch[REWARD].numpy()) == 1.0
+
+
+def test_pass_at_k_says_over_how_many_prompts_it_is() -> None:
+    """Of the second prompt's two samples one was lost: pass@2 is the first prompt's alone."""
+    batch = scored(["5", "5", "4"], [1.0, 1.0, 0.0], [{}] * 3).with_({GROUP_ID: torch.tensor([0, 0, 1])})
+    found = summarise(batch, "numbers", ks=(1, 2), asked=4)
+    assert (found["val-core/numbers/pass@2"], found["val-aux/numbers/pass@2_prompts"]) == (1.0, 1.0)
+    assert (found["val-core/numbers/pass@1"], found["val-aux/numbers/pass@1_prompts"]) == (0.5, 2.0)
+    assert find("val-aux/numbers/pass@2_prompts") is not None
+    assert "pass@2_prompts  1.0000" in table(found)

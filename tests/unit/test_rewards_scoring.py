@@ -84,6 +84,29 @@ def test_async_deadline_costs_only_the_slow_sample() -> None:
     assert statuses(outcomes) == [("ok", 1.0), ("timeout", None)] and "0.2 s" in outcomes[1].detail
 
 
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class SilentTimeout(Silent, TimeoutError):
+    pass
+
+
+@pytest.mark.parametrize(("kind", "status"), [(Silent, "error"), (SilentTimeout, "timeout")])
+def test_an_exception_without_a_text_costs_its_sample_only(kind: type[Exception], status: str) -> None:
+    """In a sandbox it used to end the process."""
+
+    def compute_score(solution_str):
+        if solution_str == "x":
+            raise kind
+        return 1.0
+
+    ok, lost = adapt("r", compute_score).run(SAMPLES)
+    assert (ok.status, lost.status) == ("ok", status)
+    assert f"{kind.__mro__[0].__name__ if status == 'error' else 'TimeoutError'}: its text cannot be had" in lost.detail
+
+
 def test_one_sample_that_raises_costs_only_itself() -> None:
     def reward(completions, **columns):
         if "x" in completions:

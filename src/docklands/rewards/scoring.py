@@ -182,13 +182,23 @@ async def aguarded(call: Callable[[], Any], count: int, deadline_s: float | None
 
 def _failure(error: BaseException, count: int, deadline_s: float | None) -> list[RewardOutcome]:
     if isinstance(error, TimeoutError):
-        said = f"TimeoutError: {error}" if str(error) else f"no result within {deadline_s} s"
+        said = f"TimeoutError: {text_of(error)}" if text_of(error) else f"no result within {deadline_s} s"
         return [failed("timeout", said)] * count
-    message = error.message if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
+    message = error.message if isinstance(error, RewardError) else f"{type(error).__name__}: {text_of(error)}"
     outcome = failed("error", message)
     if not isinstance(error, BadResult):
         outcome.info[RAISED] = True
     return [outcome] * count
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception says. A user's own may fail at that too."""
+    try:
+        return str(error)
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as another:
+        return f"its text cannot be had, {type(another).__name__}"
 
 
 class BadResult(RewardError):
@@ -250,7 +260,9 @@ def load(target: Target) -> Scoring:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"reward {target.name!r} fails on import: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"reward {target.name!r} fails on import: {type(error).__name__}: {text_of(error)}"
+        ) from error
     if inspect.isclass(function):
         try:
             function = function(**target.args)
@@ -313,7 +325,9 @@ def _load_file(path: Path, name: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[key]
-        raise ConfigError(f"reward {name!r}: {path} fails on import: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"reward {name!r}: {path} fails on import: {type(error).__name__}: {text_of(error)}"
+        ) from error
     return module
 
 

@@ -34,7 +34,7 @@ def main() -> None:
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """{"load": target, "path": sys.path} and then {"run": samples, "each": bool, "deadline_s": s} -> outcomes."""
     from docklands.rewards.base import RewardSample
-    from docklands.rewards.scoring import Scoring, Target, load
+    from docklands.rewards.scoring import Scoring, Target, load, text_of
 
     loaded: dict[str, Scoring] = {}
     current: Scoring | None = None
@@ -49,7 +49,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
                 current = loaded[key]
                 write_frame(replies, {"ready": True})
             except (Exception, SystemExit) as error:
-                write_frame(replies, {"failed": f"{type(error).__name__}: {error}"})
+                write_frame(replies, {"failed": f"{type(error).__name__}: {text_of(error)}"})
             continue
         samples = [RewardSample(**sample) for sample in request["run"]]
         assert current is not None, "a run before any load"
