@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 STAMPS := $(VENV)/stamps
 WORKERS ?= -n 2 --dist loadgroup
 
-.PHONY: quickstart test test-fast chaos browser check format docs bench clean help install dev
+.PHONY: quickstart test test-fast test-vllm chaos browser check format docs bench clean help install dev
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -32,6 +32,9 @@ test-fast: $(STAMPS)/dev  ## the tests that take seconds (under two minutes in a
 
 chaos: $(STAMPS)/dev  ## kill -9 in 30 runs of a flow for each durability of the dock (some minutes)
 	DOCKLANDS_CHAOS_RUNS=30 $(BIN)/python -m pytest -q --timeout 1200 tests/distributed/test_dock_chaos.py
+
+test-vllm: .venv-vllm/done  ## the contract of generation engines with vLLM too, in .venv-vllm (3.5 GB)
+	PYTHONPATH=src:. .venv-vllm/bin/python -m pytest -q --timeout 400 tests/engines
 
 browser:  # for tests/e2e/test_dashboard_browser.py
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
@@ -72,6 +75,13 @@ $(STAMPS)/cpu: requirements/cpu.txt pyproject.toml | $(STAMPS)/venv
 
 $(STAMPS)/dev: requirements/dev.txt $(STAMPS)/cpu
 	$(PIP) -r requirements/cpu.txt -r requirements/dev.txt
+	touch $@
+
+# vLLM pins older versions of shared packages; the torchvision that it brings is for another torch.
+.venv-vllm/done: requirements/vllm.txt
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip --disable-pip-version-check install --quiet --prefer-binary -r requirements/vllm.txt
+	.venv-vllm/bin/python -m pip --disable-pip-version-check uninstall --quiet -y torchvision torchaudio torchcodec
 	touch $@
 
 $(STAMPS)/model: requirements/quickstart.txt $(STAMPS)/cpu

@@ -57,8 +57,8 @@ class Flow:
     """A control and its simulated readers."""
 
     def __init__(self, rows: int, readers: int, deterministic: bool) -> None:
-        from docklands.dock.control import Control
-        from docklands.dock.options import DockOptions
+        from docklands.dock.rules.control import Control
+        from docklands.dock.rules.options import DockOptions
 
         self.groups, self.next_group, self.now = rows // GROUP, 0, 0.0
         options = DockOptions(
@@ -93,7 +93,7 @@ class Flow:
 
     def ready(self, rows: np.ndarray, columns: tuple[str, ...], lengths: np.ndarray) -> None:
         """Notices as a warehouse would send them: one per stage that is told."""
-        from docklands.dock.messages import Notice
+        from docklands.dock.rules.messages import Notice
 
         told = self.control.flow.told
         for stage in dict.fromkeys(stage for column in columns for stage in told[column]):

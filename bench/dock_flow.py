@@ -3,8 +3,10 @@
 
 512 prompts x 8 samples, prompts of about 256 tokens, lognormal responses of 64 to 2,048: int32 tokens and fp32
 log-probs. A rollout puts chunks of 64 rows; ref and reward read the tokens and write back; the actor reads every column
-in micro-batches of 32; streaming, one chunk after the other. Our warehouses are processes that authenticate their
-clients; rows are indexed by the bench itself (the control plane has a bench of its own).
+in micro-batches of 32. Our side is the product as it is: rows are admitted, taken, acknowledged and retired through the
+control process, warehouses and control authenticate their clients, readers borrow views of shared memory under a lease,
+and the four stages stream, each a task of one event loop. The peers' clients block, so there the same calls are made
+one after the other; `--sequential` drives our side so too, and `--copy` has its readers take copies.
 
 Each side is a process of its own, with its servers below it; sides take turns, a run of the flow each (A B C A B C).
 Wall time is the side's; CPU time is that of its whole process tree. The first run checks every byte and is left out.
@@ -50,6 +52,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=0, help="measured runs of the flow per side (default 5)")
     parser.add_argument("--warehouses", type=int, default=1)
     parser.add_argument("--tcp", action="store_true", help="our side without shared memory")
+    parser.add_argument("--copy", action="store_true", help="our readers take copies, not views of shared memory")
+    parser.add_argument("--sequential", action="store_true", help="our side makes one call after the other")
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), help="default: all that can run")
     parser.add_argument(
         "--peer-python",
@@ -80,7 +84,8 @@ def measure(options: argparse.Namespace, peers: Sequence[str], work: Path) -> di
     """Laps of every side, the first left out."""
     case = Case(prompts=64) if options.quick else Case()
     rounds = 1 + (options.rounds or (2 if options.quick else 5))
-    ours = f"{options.warehouses}{',tcp' if options.tcp else ''}"
+    kinds = [kind for kind in ("tcp", "copy", "sequential") if getattr(options, kind)]
+    ours = ",".join([str(options.warehouses), *kinds])
     commands = {"ours": [sys.executable, str(PARTS / "ours.py"), *arguments_of(case, rounds, ours)]}
     for name in peers:
         script, option = PEERS[name]

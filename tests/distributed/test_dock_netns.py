@@ -14,10 +14,10 @@ import pytest
 
 from docklands.core.graph import Graph
 from docklands.dock.distributed import DistributedDock, DockAddress
-from docklands.dock.launch import Launcher
-from docklands.dock.options import DockOptions
-from tests.dock_parts import FILTERED, GROUP, admit_all, options, run
-from tests.dock_processes import CONTEXT, Forked, Nodes, NoNodes, client, enter, run_stage
+from docklands.dock.launch import Launcher, Where, placed
+from docklands.dock.rules.options import DockOptions
+from tests.dock_parts import FILTERED, GROUP, PLAIN, admit_all, options, run
+from tests.dock_processes import CONTEXT, Event, Forked, Nodes, NoNodes, client, enter, flow, run_stage
 
 pytestmark = pytest.mark.slow
 CONTROL, WORKER = 0, 3
@@ -33,11 +33,11 @@ def nodes() -> Iterator[Nodes]:
         pytest.skip(f"no network namespaces here: {error}")
 
 
-def placed(nodes: Nodes) -> Any:
+def forked(nodes: Nodes) -> Any:
     """Starts the control on node 0, warehouses on 1 and 2, each listening on its node's address, memory not shared."""
 
     def spawn(module: str, made: Any, errors: Path) -> Forked:
-        node = CONTROL if module.endswith("control_server") else 1 + made.place
+        node = CONTROL if module.endswith("control.server") else 1 + made.place
         if made.endpoint.endswith(":*"):
             made = msgspec.structs.replace(made, endpoint=f"tcp://{nodes.address(node)}:*")
         if node != CONTROL:
@@ -92,7 +92,7 @@ def test_a_flow_across_four_nodes_of_which_one_is_cut_off_and_healed(
 
     made_options = options(2, warehouses=2, max_staleness=1, wait_s=60.0)
     trained: list[int] = []
-    with caplog.at_level(logging.WARNING), Launcher(FILTERED, made_options, tmp_path, spawn=placed(nodes)) as made:
+    with caplog.at_level(logging.WARNING), Launcher(FILTERED, made_options, tmp_path, spawn=forked(nodes)) as made:
         hosts = [p.endpoint.split("//")[1].split(":")[0] for p in (made.address.control, *made.address.warehouses)]
         assert hosts == [nodes.address(i) for i in range(3)]
         worker = CONTEXT.Process(
@@ -106,3 +106,29 @@ def test_a_flow_across_four_nodes_of_which_one_is_cut_off_and_healed(
     assert Counter(trained) == Counter(range(24 * GROUP))
     assert "the line to warehouse 1" in said
     assert all(nodes.carried(i) > 5_000 for i in range(4))
+
+
+def test_a_starter_puts_a_warehouse_on_another_node(nodes: Nodes, tmp_path: Path) -> None:
+    """By its command: options by argument, key by environment; it ends when whoever started it lets go of its input."""
+    name = Path(nodes.path(0)).name
+    there = Where(nodes.address(0), ("ip", "netns", "exec", name), folder=str(tmp_path / "node"), apart=True)
+    (tmp_path / "node").mkdir()
+
+    async def main(made: Launcher) -> list[Event]:
+        async with client(made) as dock:
+            return await flow([dock], 4)
+
+    made_options = options(2, warehouses=2)
+    with Launcher(
+        PLAIN, made_options, tmp_path, "wal", spawn=placed(Where(nodes.here), [there, Where(nodes.here)])
+    ) as made:
+        part = made.parts["warehouse 0"]
+        assert part.options.endpoint.startswith(f"tcp://{nodes.address(0)}:")
+        words = Path(f"/proc/{part.child.pid}/cmdline").read_bytes()
+        assert b'"endpoint"' in words and part.options.secret_key.encode() not in words
+        events = run(main(made))
+        assert (tmp_path / "node" / "wal.0").exists() and (made.folder / "wal.1").exists()
+        part.leaving = True
+        part.child._process.stdin.close()  # type: ignore[attr-defined]
+        assert part.child.wait(20.0) == 0
+    assert Counter(r for stage, ids in events if stage == "update" for r in ids) == Counter(range(4 * GROUP))

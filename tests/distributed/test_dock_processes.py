@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from docklands.core.protocols import Outcome
-from docklands.dock.arena import SHM
 from docklands.dock.launch import Launcher, Program
+from docklands.dock.warehouse.arena import SHM
 from docklands.errors import ConfigError, DockClosed, DockError, RowGone, TakeTimeout, UnknownField, WorkerLost
 from tests.dock_parts import (
     ADVANTAGE_STAGE,
@@ -240,7 +240,7 @@ def test_a_thousand_steps_leave_memory_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_programs_start_by_their_commands_and_end_without_a_trace(tmp_path: Path) -> None:
-    """`python -m docklands.dock.warehouse_server -` and `... control_server -`, as on any machine."""
+    """`python -m docklands.dock.warehouse.server -` and `... control.server -`, as on any machine."""
 
     async def main(made: Launcher):
         async with client(made) as dock:
@@ -261,8 +261,8 @@ def test_a_program_that_does_not_start_says_why(tmp_path: Path) -> None:
     class Odd(msgspec.Struct):
         endpoint: int = 3
 
-    child = Program("docklands.dock.control_server", Odd(), tmp_path / "log")
-    with pytest.raises(WorkerLost, match=r"control_server \(pid \d+\) did not start: docklands: control options -: "):
+    child = Program("docklands.dock.control.server", Odd(), tmp_path / "log")
+    with pytest.raises(WorkerLost, match=r"control.server \(pid \d+\) did not start: docklands: control options -: "):
         child.announced(60.0)
     assert child.wait(20.0) == 2
     with pytest.raises(ConfigError, match="durability 'raid'"):

@@ -17,12 +17,12 @@ import zmq
 
 from docklands.core.batch import Batch
 from docklands.core.fields import PROMPT, REWARD, TOKEN_IDS
-from docklands.dock import wire_messages as m
-from docklands.dock.arena import SHM, sweep
-from docklands.dock.warehouse_client import AsyncWarehouseClient, ClientOptions, WarehouseClient
-from docklands.dock.warehouse_server import Server
-from docklands.dock.wire import CALL, REPLY
-from docklands.dock.wire_net import Keys, Listener, Peer, make_keys
+from docklands.dock.warehouse import messages as m
+from docklands.dock.warehouse.arena import SHM, sweep
+from docklands.dock.warehouse.client import AsyncWarehouseClient, ClientOptions, WarehouseClient
+from docklands.dock.warehouse.server import Server
+from docklands.dock.wire.format import CALL, REPLY
+from docklands.dock.wire.net import Keys, Listener, Peer, make_keys
 from docklands.errors import RowGone, TakeTimeout, UnknownField, WarehouseLost
 from tests.property.test_wire import mutated
 from tests.warehouse_parts import BIRTH, CLIENT, FIELDS, Process, make_batch, options, same, start_warehouse, warehouse
@@ -212,10 +212,10 @@ def test_an_absent_warehouse_is_an_error_in_time() -> None:
         client = AsyncWarehouseClient({3: Peer("tcp://127.0.0.1:9", make_keys().public)}, KEYS, FAST)
         with pytest.raises(WarehouseLost, match="nothing has answered"):
             await client.ask(3, m.Stats())
+        patient = AsyncWarehouseClient({3: Peer("tcp://127.0.0.1:9", make_keys().public)}, KEYS, CLIENT)
         with pytest.raises(TakeTimeout):
-            await AsyncWarehouseClient({3: Peer("tcp://127.0.0.1:9", make_keys().public)}, KEYS, CLIENT).ask(
-                3, m.Stats(), deadline_s=0.05
-            )
+            await patient.ask(3, m.Stats(), deadline_s=0.05)
+        await patient.close()
         await client.close()
 
     asyncio.run(run())
@@ -336,10 +336,8 @@ def test_the_first_goes_on_alone_and_a_new_replica_gets_everything() -> None:
             second.kill()
             client.put(two, 0, m.Birth(1, 1, 0))
             assert client.ask(0, m.Stats()).values["replica_alone"] == 1
-            again = start_warehouse(KEYS, second_keys, endpoint=second.peer.endpoint)
-            running.append(again)
-            with WarehouseClient({0: again.peer}, KEYS, CLIENT) as other:
-                other.ask(0, m.Allow([first_keys.public]))
+            again = start_warehouse(KEYS, second_keys, (first_keys.public,), endpoint=second.peer.endpoint)
+            running.append(again)  # it knows the first one from the start: who is refused does not come again
             while client.ask(0, m.Stats()).values["replica_alone"]:
                 threading.Event().wait(0.05)
             client.put(three, 0, m.Birth(2, 2, 0))

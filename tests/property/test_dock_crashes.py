@@ -20,11 +20,11 @@ from tests.dock_parts import FILTERED, GROUP, group, options, rows_of, written
 
 from docklands.core.batch import Batch
 from docklands.core.protocols import Rows
-from docklands.dock.arena import SHM
-from docklands.dock.control import Control
-from docklands.dock.messages import Notice
-from docklands.dock.recover import Journal, align, packed, unpacked
-from docklands.dock.warehouse import Warehouse
+from docklands.dock.control.recover import Journal, align, packed, unpacked
+from docklands.dock.rules.control import Control
+from docklands.dock.rules.messages import Notice
+from docklands.dock.warehouse.arena import SHM
+from docklands.dock.warehouse.chunks import Warehouse
 from docklands.errors import DockClosed
 
 STAGES = {stage.name: stage for stage in FILTERED.stages}
@@ -41,6 +41,9 @@ class Held:
 
 class ControlMachine(RuleBasedStateMachine):
     """Every rule is one event; what must never happen is checked where it would."""
+
+    steps = 0
+    """Of all examples so far."""
 
     @initialize(
         exact=st.booleans(),
@@ -315,6 +318,7 @@ class ControlMachine(RuleBasedStateMachine):
 
     @invariant()
     def bounds(self) -> None:
+        ControlMachine.steps += 1
         assert self.control.ledger.in_flight <= self.options.window
         assert not self.trained & self.dropped
         assert not self.alive() & (self.trained | self.dropped)
@@ -344,5 +348,12 @@ class ControlMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-TestControlMachine = pytest.mark.slow(ControlMachine.TestCase)
-TestControlMachine.settings = settings(max_examples=120, stateful_step_count=90, deadline=None)
+@pytest.mark.slow
+class TestControlMachine(ControlMachine.TestCase):
+    """Ten thousand steps at least, counted."""
+
+    settings = settings(max_examples=145, stateful_step_count=90, deadline=None)
+
+    def runTest(self) -> None:
+        super().runTest()
+        assert ControlMachine.steps >= 10_000, ControlMachine.steps

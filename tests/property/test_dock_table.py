@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from docklands.dock.sampler import divide, fit
-from docklands.dock.table import IdIndex, Roster, RowTable
+from docklands.dock.rules.sampler import divide, fit
+from docklands.dock.rules.table import IdIndex, Roster, RowTable
 from docklands.errors import DockError
 
 IDS = st.integers(-(2**63), 2**63 - 1)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.warehouse_parts import BIRTH, DENSE, FIELDS, RAGGED, make_batch, options, same
 
 from docklands.core.batch import Batch
-from docklands.dock import wire_messages as m
-from docklands.dock.warehouse_server import Server
-from docklands.dock.wire import CALL, PREFIX, Limits, decode_batch, decode_parts, encode_batch
+from docklands.dock.warehouse import messages as m
+from docklands.dock.warehouse.server import Server
+from docklands.dock.wire.format import CALL, PREFIX, Limits, decode_batch, decode_parts, encode_batch
 from docklands.errors import WireError
 
 ALL = (*FIELDS, *DENSE, *RAGGED)

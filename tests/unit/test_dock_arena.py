@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from docklands.dock import arena as arenas
-from docklands.dock.arena import Arena, Mapped, SlabWriter, first_run, start_ticks, sweep
+from docklands.dock.warehouse import arena as arenas
+from docklands.dock.warehouse.arena import Arena, Mapped, SlabWriter, first_run, start_ticks, sweep
 from docklands.errors import DockError, RowGone, WireError
 
 BLOCK = 1 << 16

@@ -15,17 +15,17 @@ import zmq
 from tests.dock_parts import FILTERED, GROUP, PLAIN, options, rows_of
 
 from docklands.core.protocols import Rows
-from docklands.dock import control_messages as c
-from docklands.dock.control import Control
-from docklands.dock.control_desk import GRACE_S, Desk
-from docklands.dock.control_links import Warehouse
-from docklands.dock.control_server import ControlOptions, Server
-from docklands.dock.messages import Notice
-from docklands.dock.recover import Journal, align, packed
-from docklands.dock.table import NO_ROWS
-from docklands.dock.wire import CALL, REPLY
-from docklands.dock.wire_messages import Failure
-from docklands.dock.wire_net import Connection, Peer, make_keys
+from docklands.dock.control import messages as c
+from docklands.dock.control.desk import GRACE_S, Desk
+from docklands.dock.control.links import Warehouse
+from docklands.dock.control.recover import Journal, align, packed
+from docklands.dock.control.server import ControlOptions, Server
+from docklands.dock.rules.control import Control
+from docklands.dock.rules.messages import Notice
+from docklands.dock.rules.table import NO_ROWS
+from docklands.dock.warehouse.messages import Failure
+from docklands.dock.wire.format import CALL, REPLY
+from docklands.dock.wire.net import Connection, Peer, make_keys
 from docklands.errors import CheckpointError, ConfigError
 
 A, B = b"client a", b"client b"
@@ -62,7 +62,7 @@ def admitted(*groups: int, **more) -> Talk:
     talk = Talk(**more)
     talk.say(A, c.Join("a"))
     for group in groups:
-        talk.say(A, c.Admit(group), rows_of(group))
+        talk.say(A, c.Admit([group]), rows_of(group))
         talk.ready(group, *talk.desk.control.flow.sources)
     return talk
 
@@ -71,7 +71,7 @@ def test_a_take_waits_without_a_reply_and_is_answered_by_the_notice():
     talk = Talk()
     talk.say(A, c.Join("a"))
     assert talk.say(B, c.Take("rollout")) == []
-    assert talk.say(A, c.Admit(0), rows_of(0))[0][1].place == 0
+    assert talk.say(A, c.Admit([0]), rows_of(0))[0][1].places == [0]
     talk.ready(0, *talk.desk.control.flow.sources)
     [(client, reply)] = talk.turn()
     assert client == B and reply.rows == GROUP
@@ -87,7 +87,7 @@ def test_waiting_readers_are_served_in_order_and_alike_wants_are_not_tried_in_va
     control.look_take = lambda *args: tries.append(args) or look(*args)  # type: ignore[method-assign]
     talk.desk.wake("rollout")
     assert len(tries) == 1
-    talk.say(A, c.Admit(0), rows_of(0))
+    talk.say(A, c.Admit([0]), rows_of(0))
     talk.ready(0, *control.flow.sources)
     assert [client for client, _ in talk.turn()] == [A]
 
@@ -96,7 +96,7 @@ def test_a_take_that_is_said_again_waits_once():
     talk = Talk()
     talk.say(A, c.Join("a"))
     assert talk.say(A, c.Take("rollout"), number=8) == talk.say(A, c.Take("rollout"), number=8) == []
-    talk.say(A, c.Admit(0), rows_of(0))
+    talk.say(A, c.Admit([0]), rows_of(0))
     talk.ready(0, *talk.desk.control.flow.sources)
     assert len(talk.turn()) == 1
 
@@ -147,9 +147,9 @@ def test_a_client_that_joins_again_keeps_the_leases_that_it_names():
         (c.Take("updat"), None, "no stage 'updat'"),
         (c.Take("ref", groups=9), None, "take of 9 groups"),
         (c.Take("ref", rank=3, ranks=2), None, "rank 3 of 2"),
-        (c.Admit(1, 4), rows_of(1), "warehouse 4 of 1"),
-        (c.Admit(1), rows_of(1)[:2], "2 different rows, group_size is 4"),
-        (c.Admit(1), None, "expected one frame of row ids"),
+        (c.Admit([1], 4), rows_of(1), "warehouse 4 of 1"),
+        (c.Admit([1]), rows_of(1)[:2], "2 different rows, group_size is 4"),
+        (c.Admit([1]), None, "expected one frame of row ids"),
         (c.Retire("update", 0), np.array([1, 1]), "names a row twice"),
         (c.Finish("ref", 12345), rows_of(0), "never gave out the lease 12345"),
         (c.GiveBack("nothing", 1), None, "no stage 'nothing'"),
@@ -187,7 +187,7 @@ def test_a_damaged_journal_is_an_error_and_a_torn_end_is_not(tmp_path: Path):
 
 
 def test_a_journal_stays_small_and_leads_to_the_same_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("docklands.dock.recover.COMPACT_BYTES", 20_000)
+    monkeypatch.setattr("docklands.dock.control.recover.COMPACT_BYTES", 20_000)
     control = Control(PLAIN, options(2))
     journal = Journal(tmp_path / "journal", control)
     sizes = []
@@ -307,7 +307,7 @@ def test_a_block_that_is_another_groups_by_now_is_handed_out_in_its_new_turn():
     """Group 0 leaves before anybody took it, its block becomes group 2's: the old entry of the queue says nothing."""
     talk = admitted(0, 1, max_staleness=2)
     talk.say(A, c.Drop("", 0, "unlucky"), rows_of(0))
-    talk.say(A, c.Admit(2), rows_of(2))
+    talk.say(A, c.Admit([2]), rows_of(2))
     talk.ready(2, *talk.desk.control.flow.sources)
     roster = talk.desk.control.roster
     assert sorted(roster.by_group[group] for group in (1, 2)) == [0, 1]  # else the test shows nothing
@@ -349,3 +349,38 @@ def test_rows_that_had_left_are_waited_for_by_nobody_after_a_loss():
     write("rollout")
     control.finish(rows, {})
     assert take("ref").row_ids.tolist() == [1, 2, 3]
+
+
+def test_ranks_that_wait_are_all_served_when_a_round_is_formed():
+    """The first one forms it, and then nothing is ready any more; the others' parts are set aside for them."""
+    talk = Talk()
+    talk.say(A, c.Join("a"))
+    assert talk.say(A, c.Take("rollout", rank=1, ranks=2)) == talk.say(B, c.Take("rollout", rank=0, ranks=2)) == []
+    talk.say(A, c.Admit([0]), rows_of(0))
+    talk.ready(0, *talk.desk.control.flow.sources)
+    served = {client: reply.rows for client, reply in talk.turn()}  # type: ignore[attr-defined]
+    assert served.keys() == {A, B} and sum(served.values()) == GROUP
+
+
+def test_an_acknowledgement_names_its_rows_only_when_its_lease_has_ended():
+    talk = admitted(0, max_staleness=1, lease_s=10.0)
+    [(_, taken)] = talk.say(A, c.Take("rollout"))
+    talk.ready(0, *talk.desk.control.flow.writes["rollout"])
+    assert talk.say(A, c.Finish("rollout", taken.lease)) == [(A, c.Yes())]  # type: ignore[attr-defined]
+    assert talk.desk.control.controllers["rollout"].pending == 0
+    assert talk.say(A, c.Finish("rollout", taken.lease)) == [(A, c.Yes(False))]  # type: ignore[attr-defined]
+    assert talk.say(A, c.Finish("rollout", taken.lease), rows_of(0)) == [(A, c.Yes())]  # type: ignore[attr-defined]
+    assert talk.desk.control.counters.late_acks == GROUP
+
+
+def test_groups_enter_together_or_not_at_all():
+    talk = Talk(max_staleness=2)
+    talk.say(A, c.Join("a"))
+    both = np.concatenate([rows_of(0), rows_of(1)])
+    assert talk.say(A, c.Admit([0, 1]), both)[0][1].orders == [0, 1]
+    assert talk.say(A, c.Admit([1, 2]), np.concatenate([rows_of(1), rows_of(2)]))[0][1].orders == [1, 2]
+    assert talk.say(A, c.Admit([3, 4]), np.concatenate([rows_of(3), rows_of(4)])) == []  # no slot for two
+    assert sorted(talk.desk.control.roster.by_group) == [0, 1, 2]
+    for groups, rows, says in (([5, 5], both, "groups are of one size"), ([5, 6, 7, 8], rows_of(5), "at most 3")):
+        [(_, reply)] = talk.say(A, c.Admit(groups), rows)
+        assert says in f"{reply.message} {reply.hint}"  # type: ignore[attr-defined]

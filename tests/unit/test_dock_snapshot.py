@@ -101,8 +101,9 @@ def test_a_snapshot_of_another_run_is_refused():
     async def main():
         dock = await started()
         state = dock.state_dict()
-        with pytest.raises(CheckpointError, match="made with another stages"):
+        with pytest.raises(CheckpointError, match="made with another stages: only ") as caught:
             Dock(FILTERED, options(2)).load_state_dict(state)
+        assert "only here" in caught.value.message and "rollout(" not in caught.value.message  # the stages both have
         with pytest.raises(CheckpointError, match="before anything was admitted"):
             dock.load_state_dict(state)
         with pytest.raises(CheckpointError, match="another group_size: 4 there, 5 here"):

@@ -11,9 +11,10 @@ from tests.warehouse_parts import make_batch
 
 from docklands.core.batch import Batch
 from docklands.core.fields import PROMPT, REWARD, TOKEN_IDS
-from docklands.dock import wire_messages as m
-from docklands.dock.messages import Notice
-from docklands.dock.wire import (
+from docklands.dock.rules.messages import Notice
+from docklands.dock.warehouse import messages as m
+from docklands.dock.warehouse.notices import notices_from, notices_message
+from docklands.dock.wire.format import (
     CALL,
     REPLY,
     BatchMeta,
@@ -25,8 +26,7 @@ from docklands.dock.wire import (
     field_of,
     parts_of,
 )
-from docklands.dock.wire_net import check_endpoint
-from docklands.dock.wire_notices import notices_from, notices_message
+from docklands.dock.wire.net import check_endpoint
 from docklands.errors import ConfigError, DockError, WireError
 
 
@@ -172,7 +172,7 @@ def test_notices_of_one_stage_and_columns_are_joined() -> None:
     with pytest.raises(WireError):
         notices_from(message, [b"12345678"])
     with pytest.raises(WireError):
-        notices_from(m.Notices(0, 1, 1, [m.NoticeMeta("ref", ["a"], -1)]), [b""])
+        notices_from(m.Notices(0, 1, 1, [m.NoticeMeta([("ref", ["a"])])]), [b""])
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from tests.warehouse_parts import BIRTH, FIELDS, make_batch, options, same
 
 from docklands.core.batch import Batch
 from docklands.core.fields import PROMPT, REWARD, TOKEN_IDS, Field
-from docklands.dock import wal
-from docklands.dock import wire_messages as m
-from docklands.dock.arena import Extent, Mapped, SlabWriter, start_ticks
-from docklands.dock.warehouse_store import Store
-from docklands.dock.wire import batch_of, decode_parts, encode_batch
+from docklands.dock.warehouse import messages as m
+from docklands.dock.warehouse import wal
+from docklands.dock.warehouse.arena import Extent, Mapped, SlabWriter, start_ticks
+from docklands.dock.warehouse.store import Store
+from docklands.dock.wire.format import batch_of, decode_parts, encode_batch
 from docklands.errors import CheckpointError
 
 ME = b"client"
@@ -253,7 +253,7 @@ def test_a_torn_tail_is_cut_and_damage_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_log_is_compacted_when_rows_are_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("docklands.dock.warehouse_records.COMPACT", 10_000)
+    monkeypatch.setattr("docklands.dock.warehouse.records.COMPACT", 10_000)
     store = opened(tmp_path / "log")
     kept = make_batch([50, 60], first=10_000)
     put(store, kept, m.Birth(0, 99, 0))
@@ -273,16 +273,16 @@ def test_a_snapshot_restores_into_an_empty_warehouse_only(tmp_path: Path) -> Non
     put(store, batch, m.Birth(4, 70, 0))
     put(store, make_batch([2], (PROMPT,), first=9), m.Birth(5, 80, 0))
     assert store.answer(ME, m.Snapshot("snap/shot"), [])[0] == m.Done(4, 2)
-    full = store.answer(ME, m.Restore("snap/shot"), [])[0]
+    full = store.answer(ME, m.Restore(["snap/shot"]), [])[0]
     assert isinstance(full, m.Failure) and full.kind == "CheckpointError"
     store.close()
     other = Store(options(folder=str(tmp_path), shared_bytes=0))
-    assert other.answer(ME, m.Restore("snap/shot"), [])[0] == m.Done(4, 2)
+    assert other.answer(ME, m.Restore(["snap/shot"]), [])[0] == m.Done(4, 2)
     assert same(get(other, [2, 1, 0]), batch.by_id([2, 1, 0]))
     assert isinstance(get(other, [9], (TOKEN_IDS,)), m.Failure)
     (tmp_path / "torn").write_bytes((tmp_path / "snap" / "shot").read_bytes()[:-3])
     fresh = Store(options(folder=str(tmp_path), shared_bytes=0))
-    torn = fresh.answer(ME, m.Restore("torn"), [])[0]
+    torn = fresh.answer(ME, m.Restore(["torn"]), [])[0]
     assert isinstance(torn, m.Failure) and "damaged" in torn.message
     other.close()
     fresh.close()

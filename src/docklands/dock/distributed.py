@@ -1,8 +1,7 @@
 """The transfer dock over processes: the same calls as Dock, in the driver and in every worker.
 
 Ids and metadata go to the control process, bytes straight between this process and the warehouses: rows carry their
-places. A stage's output goes to the warehouse that holds the row. The driver that admits prompts keeps them until their
-group has left the flow, so that a group whose warehouse was lost can be made anew under the same ids.
+places. A stage's output goes to the warehouse that holds the row. How prompts come in is in admissions.py.
 
 Legend: B rows of a call.
 """
@@ -10,8 +9,8 @@ Legend: B rows of a call.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,25 +20,23 @@ from docklands.core.fields import Field
 from docklands.core.graph import Graph, rows_text
 from docklands.core.protocols import Outcome, Rows
 from docklands.core.stage import Stage
-from docklands.dock import control_messages as c
-from docklands.dock import wire_messages as m
-from docklands.dock.control_client import ControlClient
-from docklands.dock.distributed_look import DockAddress, Outlook
-from docklands.dock.exchange import checked_group, partial_write, partial_writes
-from docklands.dock.flow import Flow, verdict
-from docklands.dock.options import DockOptions
-from docklands.dock.table import unique_ids
-from docklands.dock.warehouse_client import AsyncWarehouseClient, ClientOptions
-from docklands.dock.wire_net import Peer
+from docklands.dock.admissions import Admissions, Kept
+from docklands.dock.control import messages as c
+from docklands.dock.control.client import ControlClient
+from docklands.dock.exchange import partial_write, partial_writes
+from docklands.dock.look import DockAddress
+from docklands.dock.rules.flow import Flow, verdict
+from docklands.dock.rules.options import DockOptions
+from docklands.dock.rules.table import unique_ids
+from docklands.dock.warehouse.calls import Borrowed
+from docklands.dock.warehouse.client import AsyncWarehouseClient, ClientOptions
 from docklands.errors import DockClosed, DockError, RowGone, UnknownField, WarehouseLost
-
-log = logging.getLogger("docklands.dock")
 
 REMEMBERED = 1 << 17
 """Rows whose places a client remembers at most; others it asks for."""
 
 
-class DistributedDock(Outlook):
+class DistributedDock(Admissions):
     """A client of one dock, in one event loop. Use it as `async with DistributedDock(...) as dock`.
 
     address  None: known only when it is opened (hosted.py)
@@ -55,7 +52,8 @@ class DistributedDock(Outlook):
         self.ignored_puts = 0
         self._known, self._name, self._lost_s = address, name, lost_s
         self._places: dict[int, int] = {}
-        self._prompts: dict[int, Batch] = {}
+        self._checked: dict[tuple[Field[Any], ...], str] = {}
+        self._prompts: dict[int, Kept] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> DistributedDock:
@@ -83,52 +81,6 @@ class DistributedDock(Outlook):
         await self.control.close()
         await self.warehouses.close()
 
-    # --- prompts come in ---------------------------------------------------------------------------------------
-
-    async def slot(self) -> bool:
-        """See Dock.slot."""
-        reply, _ = await self._call(c.Slot())
-        return reply.value
-
-    async def admit(self, batch: Batch, place: int | None = None) -> None:
-        """See Dock.admit. `place`: the warehouse beside whoever will work on the rows; None: in turn."""
-        batch, group_id = checked_group(self.flow, batch)
-        call = c.Admit(group_id, -1 if place is None else place)
-        reply, _ = await self._call(call, [batch.row_ids.data])
-        for group in reply.gone:
-            self._prompts.pop(group, None)
-        self._prompts[group_id] = batch
-        birth = m.Birth(reply.order, group_id, reply.place)
-        await self.warehouses.put(batch, reply.place, birth)
-
-    async def end_of_prompts(self) -> None:
-        """See Dock.end_of_prompts."""
-        await self._call(c.End())
-
-    def _on_push(self, message: c.Again | c.Moved, frames: Sequence[memoryview]) -> None:
-        """The control asks for a lost group's prompts, or says where a warehouse is."""
-        if isinstance(message, c.Moved):
-            peer = Peer(message.endpoint, message.public_key)
-            if message.place in self._peers and self._peers[message.place] != peer:
-                self._peers[message.place] = peer
-                self.warehouses.redirect(message.place, peer)
-            return
-        rows = np.frombuffer(frames[0], np.int64).copy() if len(frames) == 1 else np.zeros(0, np.int64)
-        task = asyncio.get_running_loop().create_task(self._admit_again(message, rows))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _admit_again(self, again: c.Again, row_ids: np.ndarray) -> None:
-        batch = self._prompts.get(again.group_id)
-        if batch is None:
-            return
-        lost = batch.select(np.isin(batch.row_ids, row_ids))
-        try:
-            await self.warehouses.put(lost, again.place, m.Birth(again.order, again.group_id, again.place))
-            await self._call(c.Admit(again.group_id, loss=again.loss), [batch.row_ids.data])
-        except (DockError, WarehouseLost) as error:
-            log.error("dock: group %d could not be admitted again: %s", again.group_id, error)
-
     # --- stages work -------------------------------------------------------------------------------------------
 
     async def take(
@@ -146,22 +98,41 @@ class DistributedDock(Outlook):
         self._remember(rows.row_ids, rows.places)
         return rows
 
-    async def stream(self, stage: Stage, **want: Any) -> AsyncIterator[Rows]:
-        """See Dock.stream."""
-        while True:
-            try:
-                rows = await self.take(stage, **want)
-            except DockClosed:
-                return
-            yield rows
+    async def stream(self, stage: Stage, ahead: int = 0, **want: Any) -> AsyncIterator[Rows]:
+        """See Dock.stream. ahead: takes that are asked for while the caller is still at work on an earlier one."""
+        asked: deque[asyncio.Task[Rows]] = deque()
+        try:
+            while True:
+                while len(asked) <= ahead:
+                    asked.append(asyncio.ensure_future(self.take(stage, **want)))
+                try:
+                    rows = await asked.popleft()
+                except DockClosed:
+                    return
+                yield rows
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
     async def fetch(self, rows: Rows, fields: Sequence[Field[Any]]) -> Batch:
         """See Dock.fetch. Raises WarehouseLost when a warehouse is away for too long, or came back without the rows."""
+        return await self._read(rows, fields, self.warehouses.get)
+
+    async def borrow(self, rows: Rows, fields: Sequence[Field[Any]]) -> Borrowed:
+        """As `fetch`, without a copy where the warehouse is on this machine: a view of its memory.
+
+        The bytes are those of the rows until the rows leave the flow, which they do not while the lease lasts. Call
+        `check` after use: it raises RowGone if they left all the same, and what was made of them is void.
+        """
+        return await self._read(rows, fields, self.warehouses.borrow)
+
+    async def _read(self, rows: Rows, fields: Sequence[Field[Any]], call: Callable[..., Awaitable[Any]]) -> Any:
         for field in fields:
             self.flow.check_field(field)
         self._remember(rows.row_ids, rows.places)
         try:
-            return await self.warehouses.get(rows.row_ids, rows.places, tuple(fields), rows.stage)
+            return await call(rows.row_ids, rows.places, tuple(fields), rows.stage)
         except (UnknownField, RowGone) as error:
             if rows.lease and self._given(rows.stage, fields):
                 raise WarehouseLost(
@@ -176,19 +147,20 @@ class DistributedDock(Outlook):
 
     async def put(self, batch: Batch) -> None:
         """See Dock.put. Rows that left under their reader's hands are passed over and counted."""
-        for field in batch.fields:
-            self.flow.check_field(field)
+        await self._write(batch, None)
+
+    async def _write(self, batch: Batch, places: np.ndarray | None) -> None:
+        """places: of the rows, where they are known."""
+        stage = self._check_put(batch.fields)
         if not unique_ids(batch.row_ids):
             raise DockError(f"a put names a row twice: {rows_text(batch.row_ids.tolist())}")
-        for stage, given, lacking in partial_writes(self.flow, batch):
-            raise partial_write(stage, given, lacking)
-        places = await self._where(batch.row_ids)
+        if places is None:
+            places = await self._where(batch.row_ids)
         here = places >= 0
         self.ignored_puts += int(np.count_nonzero(~here)) * len(batch.fields)
         if not here.any():
             return
         part, places = (batch, places) if here.all() else (batch.select(here), places[here])
-        stage = next((self.flow.writer[field.name] for field in batch.fields if field.name in self.flow.writer), "")
         found = await self.warehouses.put(part, places.astype(np.int32), stage=stage)
         self.ignored_puts += found.ignored + len(found.gone) * len(batch.fields)
         if len(found.gone):
@@ -198,7 +170,31 @@ class DistributedDock(Outlook):
     async def finish(self, rows: Rows, outcome: Outcome) -> None:
         """See Dock.finish. The control process waits for the notices of what was put."""
         reasons = {int(row): str(reason) for row, reason in outcome.dropped.items()}
-        await self._end(rows, c.Finish(rows.stage, rows.lease, reasons))
+        done, later = rows.split(outcome.later)
+        if len(done) or not len(later):
+            await self._end(done, c.Finish(rows.stage, rows.lease, reasons))
+        if len(later):
+            await self.give_back(later)
+
+    async def complete(self, rows: Rows, batch: Batch, outcome: Outcome | None = None) -> None:
+        """`put` what a stage made of rows, and `finish` them, in one wait instead of two.
+
+        The control process holds the acknowledgement until the warehouses have told it of the columns, so both can be
+        under way at once. Raises what the two raise; the rows are not finished when the put has failed.
+        """
+        outcome = outcome or Outcome()
+        finish = asyncio.ensure_future(self.finish(rows, outcome))
+        try:
+            same = batch.row_ids is rows.row_ids or np.array_equal(batch.row_ids, rows.row_ids)
+            await self._write(batch, rows.places if same else None)
+        except BaseException:
+            finish.cancel()
+            await asyncio.gather(finish, return_exceptions=True)
+            raise
+        try:
+            await finish
+        except DockError:  # the put has waited for room longer than an acknowledgement waits for its columns
+            await self.finish(rows, outcome)
 
     async def drop(self, rows: Rows, reason: str) -> None:
         """See Dock.drop."""
@@ -210,7 +206,7 @@ class DistributedDock(Outlook):
 
     async def give_back(self, rows: Rows) -> None:
         """A reader cannot go on (its warehouse was lost): the rows of its lease are free for another one at once."""
-        self.control.leases.discard((rows.stage, rows.lease))
+        self.control.leases.pop((rows.stage, rows.lease), None)
         await self._call(c.GiveBack(rows.stage, rows.lease))
 
     async def close(self) -> None:
@@ -218,6 +214,17 @@ class DistributedDock(Outlook):
         await self._call(c.Close())
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _check_put(self, fields: tuple[Field[Any], ...]) -> str:
+        """The stage that writes these columns; an error for columns that no put may have. Said once per set of them."""
+        if fields not in self._checked:
+            for field in fields:
+                self.flow.check_field(field)
+            for stage, given, lacking in partial_writes(self.flow, [field.name for field in fields]):
+                raise partial_write(stage, given, lacking)
+            writers = (self.flow.writer[field.name] for field in fields if field.name in self.flow.writer)
+            self._checked[fields] = next(writers, "")
+        return self._checked[fields]
 
     def _given(self, stage: str, fields: Sequence[Field[Any]]) -> bool:
         """Rows that were handed out to a stage had these columns: stages that it waits for wrote them."""
@@ -231,10 +238,16 @@ class DistributedDock(Outlook):
         return all(field.name in known for field in fields)
 
     async def _end(self, rows: Rows, message: Any) -> None:
+        ids, held = [np.ascontiguousarray(rows.row_ids).data], (rows.stage, rows.lease)
+        left = self.control.leases.get(held, 0) - len(rows)
         try:
-            await self._call(message, [rows.row_ids.data])
+            reply, _ = await self._call(message, ids if left or not rows.lease else [])
+            if not reply.value:  # the lease has ended meanwhile
+                await self._call(message, ids)
         finally:
-            self.control.leases.discard((rows.stage, rows.lease))
+            self.control.leases.pop(held, None)
+            if left > 0:
+                self.control.leases[held] = left
         if not isinstance(message, c.Finish):
             self._forget(rows.row_ids)
 

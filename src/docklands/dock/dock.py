@@ -23,10 +23,11 @@ from docklands.core.fields import Field
 from docklands.core.graph import Graph
 from docklands.core.protocols import Outcome, Rows
 from docklands.core.stage import Stage
-from docklands.dock import explain, snapshot
-from docklands.dock.control import ROOM, SLOT
+from docklands.dock import snapshot
 from docklands.dock.exchange import Exchange
-from docklands.dock.options import DockOptions
+from docklands.dock.rules import explain
+from docklands.dock.rules.control import ROOM, SLOT
+from docklands.dock.rules.options import DockOptions
 from docklands.dock.waits import Waiter, Waits, running_loop
 from docklands.errors import DockClosed, DockError, TakeTimeout
 
@@ -48,17 +49,10 @@ class InProcess:
         """Dock.state_dict; no files. Never suspends."""
         return self.state_dict(), []
 
-    async def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """See Dock.load_state_dict."""
-        self.load_state_dict(state)
-
     def stats(self) -> dict[str, float]:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
 
@@ -159,13 +153,17 @@ class Dock(InProcess):
         await self._write("put", lambda: self._exchange.put(batch))
 
     async def finish(self, rows: Rows, outcome: Outcome) -> None:
-        """Acknowledge a lease: its rows are done for the stage, those in `outcome.dropped` leave the flow.
+        """Acknowledge a lease: its rows are done for the stage, those in `outcome.dropped` leave the flow, those in
+        `outcome.later` are free again.
 
         After the lease's deadline it counts only for rows that nobody else has taken since. Raises TooManyDropped
         when more groups were lost since the last retirement than the options allow; so do all waits from then on.
         """
         with self._lock:
-            self._control.finish(rows, outcome.dropped)
+            done, later = rows.split(outcome.later)
+            self._control.finish(done, outcome.dropped)
+            if len(later):
+                self._control.give_back(rows.stage, rows.lease)
             self._settle()
             self._control.raise_failure()
 
@@ -224,6 +222,14 @@ class Dock(InProcess):
         """A snapshot, also in mid-step; leases become free. Tensors, lists, numbers and strings only."""
         with self._lock:
             return snapshot.save(self._exchange)
+
+    async def load(self, state: Mapping[str, Any], folder: Path) -> None:
+        """A snapshot of a dock of either kind; the files of one in processes lie in `folder`. Never suspends."""
+        if "control" not in state:
+            return self.load_state_dict(state)
+        with self._lock:
+            snapshot.load_files(self._exchange, state, snapshot.files_of(state, folder))
+            self._settle()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Into a dock that has admitted nothing. Raises CheckpointError when graph or group size differ."""

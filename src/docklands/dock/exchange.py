@@ -17,10 +17,10 @@ from docklands.core.batch import Batch
 from docklands.core.fields import GROUP_ID, SAMPLE_INDEX, Field
 from docklands.core.graph import Graph, rows_text
 from docklands.core.protocols import Rows
-from docklands.dock.control import Control
-from docklands.dock.flow import Flow
-from docklands.dock.options import DockOptions
-from docklands.dock.table import unique_ids
+from docklands.dock.rules.control import Control
+from docklands.dock.rules.flow import Flow
+from docklands.dock.rules.options import DockOptions
+from docklands.dock.rules.table import unique_ids
 from docklands.dock.transport import LocalStores
 from docklands.errors import DockError, RowGone, UnknownField
 
@@ -77,7 +77,7 @@ class Exchange:
 
     def _check_complete(self, batch: Batch, places: np.ndarray) -> None:
         """A stage writes all its columns of a row in one put, so that two readers' results can never mix."""
-        for stage, given, lacking in partial_writes(self.flow, batch):
+        for stage, given, lacking in partial_writes(self.flow, [field.name for field in batch.fields]):
             fresh = self.stores.absent(batch.row_ids, places, given)
             if fresh:
                 raise partial_write(stage, list(fresh), lacking)
@@ -108,19 +108,33 @@ class Exchange:
 
 def checked_group(flow: Flow, batch: Batch) -> tuple[Batch, int]:
     """One group with exactly the source columns, by sample index; and its id."""
+    batch, groups = checked_groups(flow, batch)
+    if len(groups) != 1:
+        raise DockError("admission is of one group at a time, with its group_id")
+    return batch, groups[0]
+
+
+def checked_groups(flow: Flow, batch: Batch) -> tuple[Batch, list[int]]:
+    """Groups of one size with exactly the source columns: group after group, each by sample index; and their ids."""
     names = {field.name for field in batch.fields}
     for field in batch.fields:
         flow.check_field(field)
     if names != set(flow.sources):
         wrong = sorted(names.symmetric_difference(flow.sources))
         raise UnknownField(f"admission has the wrong columns: {', '.join(wrong)}", f"sources: {flow.sources}")
-    if GROUP_ID not in batch or len(np.unique(batch[GROUP_ID].numpy())) != 1:
-        raise DockError("admission is of one group at a time, with its group_id")
-    group_id = int(batch[GROUP_ID][0])
-    if SAMPLE_INDEX not in batch:
-        return batch, group_id
-    order = np.argsort(batch[SAMPLE_INDEX].numpy(), kind="stable")
-    return (batch if np.array_equal(order, np.arange(len(batch))) else batch.select(order)), group_id
+    if GROUP_ID not in batch or not len(batch):
+        raise DockError("admission is of whole groups, with their group_id")
+    ids, first, member = np.unique(batch[GROUP_ID].numpy(), return_index=True, return_inverse=True)
+    turn = np.argsort(np.argsort(first))  # groups stay in the order in which they come
+    sizes = np.bincount(member)
+    if (sizes != sizes[0]).any():
+        raise DockError(
+            f"admission of groups of {sizes.min()} and {sizes.max()} rows", "one group at a time, or groups of one size"
+        )
+    samples = batch[SAMPLE_INDEX].numpy() if SAMPLE_INDEX in batch else np.arange(len(batch))
+    order = np.lexsort((samples, turn[member]))
+    sorted_already = np.array_equal(order, np.arange(len(batch)))
+    return (batch if sorted_already else batch.select(order)), ids[np.argsort(first)].tolist()
 
 
 def check_late(control: Control, gone: np.ndarray) -> None:
@@ -133,9 +147,9 @@ def check_late(control: Control, gone: np.ndarray) -> None:
         )
 
 
-def partial_writes(flow: Flow, batch: Batch) -> list[tuple[str, list[str], list[str]]]:
-    """Stages of which the batch has some columns but not all: stage, those given, those lacking."""
-    found, names = [], {field.name for field in batch.fields}
+def partial_writes(flow: Flow, names: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
+    """Stages of which some of the columns are named but not all: stage, those given, those lacking."""
+    found = []
     for stage, writes in flow.writes.items():
         given = [name for name in writes if name in names]
         if given and len(given) < len(writes):

@@ -18,8 +18,9 @@ import msgspec
 from docklands.core.graph import Graph
 from docklands.dock.distributed import DistributedDock, DockAddress
 from docklands.dock.launch import Durability, Launcher
-from docklands.dock.options import DockOptions
-from docklands.errors import CheckpointError, ControlLost
+from docklands.dock.rules.options import DockOptions
+from docklands.dock.snapshot import check_shape, files_of, to_files
+from docklands.errors import ControlLost
 
 ADDRESS = "address.json"
 SNAPSHOT = "dock"
@@ -57,18 +58,15 @@ class HostedDock(DistributedDock):
         return state, [self.launcher.folder / f"{SNAPSHOT}.{place}" for place in range(self.places)]
 
     async def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """A snapshot whose files lie in `folder`. Raises CheckpointError when it is of another kind of dock."""
+        """A snapshot of a dock of either kind, with any number of warehouses; its files, if any, lie in `folder`."""
+        mine = self.launcher.folder
         if "control" not in state:
-            raise CheckpointError(
-                "the checkpoint's dock was in the driver's process", "resume with dock.transport=local"
-            )
-        files = sorted(folder.glob(f"{SNAPSHOT}.*"))
-        if len(files) != self.places:
-            raise CheckpointError(
-                f"the checkpoint's dock has {len(files)} warehouses, this one {self.places}",
-                f"resume with dock.warehouses={len(files)}",
-            )
-        for file in files:
+            check_shape(self.flow, self.options, dict(state))
+            state = await asyncio.to_thread(to_files, self.flow, state, mine, SNAPSHOT, self.places)
+            files = files_of(state, mine)
+        else:
+            files = files_of(state, folder)
+        for file in files if files[0].parent != mine else ():
             await asyncio.to_thread(shutil.copyfile, file, self.launcher.folder / file.name)
         try:
             await self.restore(state)

@@ -7,18 +7,24 @@ under old leases do not count there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from docklands.core.batch import Batch, Jagged, offsets_of
+from docklands.dock.control.recover import align, packed, unpacked
 from docklands.dock.exchange import Exchange
-from docklands.dock.flow import Flow
-from docklands.dock.options import DockOptions
-from docklands.errors import CheckpointError
+from docklands.dock.rules.flow import Flow
+from docklands.dock.rules.options import DockOptions
+from docklands.dock.warehouse import messages as m
+from docklands.dock.warehouse import wal
+from docklands.dock.wire.format import CALL, batch_of, decode_parts, encode_batch, encode_parts
+from docklands.errors import CheckpointError, WireError
 
-FORMAT = 2
+FORMAT = 3
 
 
 def save(exchange: Exchange) -> dict[str, Any]:
@@ -33,17 +39,10 @@ def save(exchange: Exchange) -> dict[str, Any]:
 
 def load(exchange: Exchange, state: dict[str, Any]) -> None:
     """Into a dock that has admitted nothing. Raises CheckpointError when the snapshot is of another graph."""
-    if "control" in state:
-        raise CheckpointError(
-            "the checkpoint's dock was in processes of its own", "resume with dock.transport=processes"
-        )
     check_shape(exchange.flow, exchange.options, state)
     exchange.control.load_state_dict(state)
     ledger = exchange.control.ledger
-    rows = exchange.control.roster
-    slots = rows.used
-    for warehouse in exchange.stores.warehouses:
-        warehouse.add(rows.row_id[slots[rows.place[slots // rows.size] == warehouse.place]])
+    add_rows(exchange)
     counted = exchange.counters.state_dict()
     for saved in state["columns"]:
         field = exchange.flow.fields[saved["name"]]
@@ -51,6 +50,14 @@ def load(exchange: Exchange, state: dict[str, Any]) -> None:
         exchange.stores.write(exchange.stores.plan(batch, ledger.places(batch.row_ids)))  # the controllers know
     exchange.counters.load_state_dict(counted)
     exchange.settle()
+
+
+def add_rows(exchange: Exchange) -> None:
+    """Room in the warehouses for the rows that the control knows."""
+    rows = exchange.control.roster
+    slots = rows.used
+    for warehouse in exchange.stores.warehouses:
+        warehouse.add(rows.row_id[slots[rows.place[slots // rows.size] == warehouse.place]])
 
 
 def check_shape(flow: Flow, options: DockOptions, state: dict[str, Any]) -> None:
@@ -61,9 +68,24 @@ def check_shape(flow: Flow, options: DockOptions, state: dict[str, Any]) -> None
     for name, value in state["shape"].items():
         if mine.get(name) != value:
             raise CheckpointError(
-                f"dock snapshot was made with another {name}: {value} there, {mine.get(name)} here",
+                f"dock snapshot was made with another {name}: {difference(value, mine.get(name))}",
                 "resume with the algorithm and group size that the run was started with",
             )
+
+
+def difference(there: Any, here: Any) -> str:
+    """How two entries of a shape differ, in a few words."""
+    if not isinstance(there, list) or not isinstance(here, list):
+        return f"{there} there, {here} here"
+    sides = {"there": [x for x in there if x not in here], "here": [x for x in here if x not in there]}
+    parts = [f"only {side} {name_some(items)}" for side, items in sides.items() if items]
+    return "; ".join(parts) or "the same in another order"
+
+
+def name_some(items: list[str], most: int = 3) -> str:
+    """The first few, and how many more."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
 
 
 def shape_of(flow: Flow, options: DockOptions) -> dict[str, Any]:
@@ -98,3 +120,83 @@ def column_from(saved: dict[str, Any]) -> Any:
     if "lengths" in saved:
         return Jagged(saved["values"], offsets_of(np.asarray(saved["lengths"])))
     return saved["values"]
+
+
+# --- between the dock in one process and the one in several --------------------------------------------------------
+
+
+def batches_of(file: Path, flow: Flow) -> Iterator[Batch]:
+    """What a warehouse's snapshot holds. Raises CheckpointError."""
+    for header, *frames in wal.read(file):
+        try:
+            message = m.CALLS.unpack(header)[2]
+            if isinstance(message, m.Put) and message.batch.columns:
+                yield batch_of(*decode_parts(message.batch, frames), flow.fields)
+        except (WireError, KeyError) as error:
+            raise CheckpointError(f"{file} does not fit this run: {error}") from None
+
+
+def files_of(state: Mapping[str, Any], folder: Path) -> list[Path]:
+    """The files of a snapshot, by warehouse. Raises CheckpointError when one is not there."""
+    count = state.get("places") or len(list(folder.glob(f"{state['file']}.*")))
+    files = [folder / f"{state['file']}.{number}" for number in range(count)]
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file} of the dock's snapshot is missing", "use an older checkpoint")
+    return files
+
+
+def load_files(exchange: Exchange, state: Mapping[str, Any], files: Sequence[Path]) -> None:
+    """A snapshot of a dock in processes into one in this process that has admitted nothing. Raises CheckpointError."""
+    check_shape(exchange.flow, exchange.options, dict(state))
+    control, stores = exchange.control, exchange.stores
+    control.load_state_dict(unpacked(state["control"].numpy().data))
+    counted = exchange.counters.state_dict()
+    add_rows(exchange)
+    for file in files:
+        for batch in batches_of(file, exchange.flow):
+            here = control.roster.find(batch.row_ids) >= 0
+            known = batch if here.all() else batch.select(here)
+            stores.write(stores.plan(known, control.ledger.places(known.row_ids)))
+    for warehouse in stores.warehouses:  # columns may have come after the control was saved
+        slots = warehouse.rows.slots
+        row_ids = warehouse.rows["row_id"][slots]
+        have = {name: np.isin(row_ids, ids) for name, ids in warehouse.inventory().items()}
+        lost, vain = align(control, warehouse.place, (row_ids, have, warehouse.rows["length"][slots]), rebuilt=True)
+        if len(lost):
+            raise CheckpointError(f"the snapshot lacks the prompts of {len(lost)} rows", "use an older checkpoint")
+        warehouse.free(vain)
+    exchange.counters.load_state_dict(counted)
+    exchange.settle()
+
+
+def to_files(flow: Flow, state: Mapping[str, Any], folder: Path, name: str, places: int) -> dict[str, Any]:
+    """A snapshot of the dock in one process as one of a dock with `places` warehouses: their files, and its state."""
+    ledger = state["ledger"]
+    groups = list(
+        zip(
+            ledger["orders"],
+            ledger["group_ids"],
+            [place % places for place in ledger["places"]],
+            np.split(ledger["row_ids"].numpy(), np.cumsum(ledger["sizes"])[:-1]),
+        )
+    )
+    columns = [Batch(s["row_ids"].numpy(), {flow.fields[s["name"]]: column_from(s)}) for s in state["columns"]]
+
+    def records(place: int) -> Iterator[list[Any]]:
+        mine = [group for group in groups if group[2] == place]
+        for order, group_id, _, row_ids in mine:
+            meta, frames = encode_parts(row_ids, [])
+            yield [m.CALLS.pack(CALL, 1, m.Put(meta, m.Birth(order, group_id, place))), *frames]
+        ids = np.concatenate([rows for *_, rows in mine]) if mine else np.zeros(0, np.int64)
+        for batch in columns:
+            here = np.isin(batch.row_ids, ids)
+            if here.any():
+                meta, frames = encode_batch(batch.select(here))
+                yield [m.CALLS.pack(CALL, 1, m.Put(meta)), *frames]
+
+    for place in range(places):
+        wal.write_file(folder / f"{name}.{place}", records(place))
+    control = packed({part: state[part] for part in ("ledger", "controllers", "counters")})
+    saved = torch.frombuffer(bytearray(control), dtype=torch.uint8)
+    return {"format": FORMAT, "shape": state["shape"], "file": name, "places": places, "control": saved}

@@ -9,11 +9,11 @@ import contextlib
 import time
 from dataclasses import dataclass
 
-from docklands.dock import control_messages as c
-from docklands.dock import wire_messages as m
-from docklands.dock.control_client import ask_once
+from docklands.dock.control import messages as c
+from docklands.dock.control.client import ask_once
 from docklands.dock.distributed import DockAddress
-from docklands.dock.warehouse_client import ClientOptions, WarehouseClient
+from docklands.dock.warehouse import messages as m
+from docklands.dock.warehouse.client import ClientOptions, WarehouseClient
 from docklands.errors import DockError
 
 ANSWER_S = 3.0

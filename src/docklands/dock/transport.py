@@ -12,11 +12,11 @@ import numpy as np
 
 from docklands.core.batch import Batch
 from docklands.core.fields import Field
-from docklands.dock.counters import Counters
-from docklands.dock.flow import Flow
-from docklands.dock.messages import Notice
-from docklands.dock.options import DockOptions
-from docklands.dock.warehouse import Warehouse, Write, join
+from docklands.dock.rules.counters import Counters
+from docklands.dock.rules.flow import Flow
+from docklands.dock.rules.messages import Notice
+from docklands.dock.rules.options import DockOptions
+from docklands.dock.warehouse.chunks import Warehouse, Write, join
 
 Part = tuple[int, Batch, list[Write]]
 """What a put would write into one warehouse: place, its rows, the writes."""

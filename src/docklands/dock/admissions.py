@@ -1,0 +1,108 @@
+"""How prompts come into a distributed dock: groups are admitted, and admitted again when their warehouse was lost.
+
+Who admits prompts keeps them until their group has left the flow, so that a group can be made anew under the same ids.
+
+Legend: B rows of a call, G groups of a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from docklands.core.batch import Batch
+from docklands.dock.control import messages as c
+from docklands.dock.exchange import checked_groups
+from docklands.dock.look import Outlook
+from docklands.dock.warehouse import messages as m
+from docklands.dock.wire.net import Peer
+from docklands.errors import DockError, WarehouseLost
+
+log = logging.getLogger("docklands.dock")
+
+
+class Kept:
+    """A group's prompts: rows start..stop of a batch, cut out when they are wanted."""
+
+    def __init__(self, batch: Batch, start: int = 0, stop: int | None = None) -> None:
+        self._batch, self._start, self._stop = batch, start, len(batch) if stop is None else stop
+
+    @property
+    def batch(self) -> Batch:
+        if self._stop - self._start == len(self._batch):
+            return self._batch
+        return self._batch.select(np.arange(self._start, self._stop))
+
+
+class Admissions(Outlook):
+    """Base of DistributedDock, which sets these."""
+
+    _prompts: dict[int, Kept]
+    _peers: dict[int, Peer]
+    _tasks: set[asyncio.Task[None]]
+
+    async def slot(self) -> bool:
+        """See Dock.slot."""
+        reply, _ = await self._call(c.Slot())
+        return reply.value
+
+    async def admit(self, batch: Batch, place: int | None = None) -> None:
+        """See Dock.admit; several whole groups of one size may enter at once, all or none of them.
+
+        place  the warehouse beside whoever will work on the rows; None: in turn
+        """
+        batch, groups = checked_groups(self.flow, batch)
+        size = len(batch) // len(groups)
+        call = c.Admit(groups, -1 if place is None else place)
+        reply, _ = await self._call(call, [batch.row_ids.data])
+        for group in reply.gone:
+            self._prompts.pop(group, None)
+        for at, group in enumerate(groups):
+            self._prompts[group] = Kept(batch, at * size, (at + 1) * size)
+        if len(set(reply.places)) == 1:
+            birth = m.Birth(reply.orders, groups, reply.places[0])
+            await self.warehouses.put(batch, reply.places[0], birth)
+            return
+        places = np.array(reply.places)
+        puts = []
+        for where in np.unique(places).tolist():
+            here = np.nonzero(places == where)[0]
+            birth = m.Birth([reply.orders[i] for i in here], [groups[i] for i in here], where)
+            rows = (here[:, None] * size + np.arange(size)).ravel()
+            puts.append(self.warehouses.put(batch.select(rows), where, birth))
+        await asyncio.gather(*puts)
+
+    async def end_of_prompts(self) -> None:
+        """See Dock.end_of_prompts."""
+        await self._call(c.End())
+
+    def _keep(self, group: int, batch: Batch) -> None:
+        self._prompts[group] = Kept(batch)
+
+    def _on_push(self, message: c.Again | c.Moved, frames: Sequence[memoryview]) -> None:
+        """The control asks for a lost group's prompts, or says where a warehouse is."""
+        if isinstance(message, c.Moved):
+            peer = Peer(message.endpoint, message.public_key)
+            if message.place in self._peers and self._peers[message.place] != peer:
+                self._peers[message.place] = peer
+                self.warehouses.redirect(message.place, peer)
+            return
+        rows = np.frombuffer(frames[0], np.int64).copy() if len(frames) == 1 else np.zeros(0, np.int64)
+        task = asyncio.get_running_loop().create_task(self._admit_again(message, rows))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _admit_again(self, again: c.Again, row_ids: np.ndarray) -> None:
+        kept = self._prompts.get(again.group_id)
+        if kept is None:
+            return
+        batch = kept.batch
+        lost = batch.select(np.isin(batch.row_ids, row_ids))
+        try:
+            await self.warehouses.put(lost, again.place, m.Birth([again.order], [again.group_id], again.place))
+            await self._call(c.Admit([again.group_id], loss=again.loss), [batch.row_ids.data])
+        except (DockError, WarehouseLost) as error:
+            log.error("dock: group %d could not be admitted again: %s", again.group_id, error)

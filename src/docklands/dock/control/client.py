@@ -1,0 +1,237 @@
+"""A client of the control process, for an event loop: any number of calls at a time, each with a deadline.
+
+A lost line is taken up again by itself; then the client joins anew, naming the leases that it knows of, and says again
+what was not answered. A control process that stays away for `lost_s` seconds raises ControlLost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+
+from docklands import errors
+from docklands.core.protocols import Rows
+from docklands.dock.control import messages as c
+from docklands.dock.warehouse.messages import Failure
+from docklands.dock.wire.format import CALL, PUSH, REPLY, Buffer
+from docklands.dock.wire.net import DOWN, REFUSED, UP, Connection, Context, Keys, Peer
+from docklands.errors import ControlLost, DockClosed, DockError, DocklandsError, TakeTimeout, WireError
+
+Answer = tuple[Any, list[memoryview]]
+
+
+@dataclass
+class Call:
+    """What has been said and not been answered."""
+
+    message: msgspec.Struct
+    frames: Sequence[Buffer]
+    future: asyncio.Future[Answer]
+
+
+class ControlClient:
+    """One line to the control process, of one event loop; made inside it.
+
+    groups   asked at every joining: the groups that this client can admit again
+    on_push  called with (Again or Moved, frames) when the control asks for prompts, or says where a warehouse is
+    leases   (stage, lease) in this client's hands -> how many rows it was given
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        keys: Keys | None,
+        name: str = "",
+        lost_s: float = 30.0,
+        groups: Callable[[], list[int]] = list,
+        on_push: Callable[[c.Again | c.Moved, list[memoryview]], None] | None = None,
+    ) -> None:
+        self.name = name or f"pid {os.getpid()}"
+        self.lost_s = lost_s
+        self.leases: dict[tuple[str, int], int] = {}
+        self.epoch = 0
+        self.bad_messages = 0
+        self._groups, self._on_push = groups, on_push
+        self._loop = asyncio.get_running_loop()
+        self._line = Connection(Context.hold(), peer, keys)
+        self._calls: dict[int, Call] = {}
+        self._number = 0
+        self._ups = 0
+        self._closed = self._looking = False
+        self._loop.add_reader(self._line.socket.fileno(), self._readable)
+        self._loop.add_reader(self._line.monitor.fileno(), self._changed)
+        self._changed()  # ZeroMQ signals a descriptor only after somebody has found it empty
+        self._watch()
+
+    async def call(self, message: msgspec.Struct, frames: Sequence[Buffer] = (), deadline_s: float = 60.0) -> Answer:
+        """Say something and wait for its answer.
+
+        Raises what the control process raised, TakeTimeout at the deadline, ControlLost, DockClosed after `close`.
+        """
+        if self._closed:
+            raise DockClosed("the client of the control process has been closed")
+        self._changed()
+        self._number += 1
+        number = self._number
+        call = self._calls[number] = Call(message, frames, self._loop.create_future())
+        if self._line.state == UP:
+            self._say(number, call)
+        timer = self._loop.call_later(deadline_s, self._late, call, deadline_s)
+        try:
+            reply, buffers = await call.future
+        finally:
+            timer.cancel()
+            self._calls.pop(number, None)
+            del call  # its error holds this frame: a circle that would keep the client's sockets
+        if isinstance(reply, Failure):
+            raise error_of(reply)
+        return reply, buffers
+
+    def _late(self, call: Call, deadline_s: float) -> None:
+        if not call.future.done():
+            what, where = type(call.message).__name__, self._line.peer.endpoint
+            said = f"no answer to {what} within {deadline_s:g} s from the control process at {where}"
+            call.future.set_exception(TakeTimeout(said, "it is busy, or the network between is cut"))
+
+    async def take(self, message: c.Take, wait_s: float) -> Rows:
+        """Rows under a lease, which this client then holds."""
+        reply, frames = await self.call(message, deadline_s=wait_s + self.lost_s)
+        return c.rows_from(reply, frames)
+
+    def join(self) -> None:
+        """Say again who is here: the groups that it can admit have changed. Before the first line: that says it too."""
+        if self._line.state == UP:
+            self._send(0, c.Join(self.name, self._groups(), sorted(self.leases)))
+
+    async def close(self) -> None:
+        """End; calls that wait get DockClosed."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._line.socket.fileno())
+        self._loop.remove_reader(self._line.monitor.fileno())
+        self._fail(DockClosed("the client of the control process has been closed"))
+        self._line.close()
+        Context.let_go()
+
+    # --- the line ----------------------------------------------------------------------------------------------
+
+    def _say(self, number: int, call: Call) -> None:
+        self._send(number, call.message, call.frames)
+
+    def _send(self, number: int, message: msgspec.Struct, frames: Sequence[Buffer] = ()) -> None:
+        """Sending may use up the descriptor's edge: look afterwards, once for all, whether something has come."""
+        self._line.send([c.CALLS.pack(CALL, number, message), *frames])
+        if not self._looking:
+            self._looking = True
+            self._loop.call_soon(self._readable)
+
+    def _readable(self) -> None:
+        """Give out what has come. ZeroMQ's descriptor tells of changes only, so read until there is nothing."""
+        self._looking = False
+        for frames in self._line.receive() if not self._closed else ():
+            try:
+                kind, number, message = c.REPLIES.unpack(frames[0] if frames else b"")
+            except WireError:
+                self.bad_messages += 1
+                continue
+            if isinstance(message, c.Again | c.Moved):
+                if self._on_push is not None:
+                    self._on_push(message, frames[1:])
+            elif kind == PUSH or isinstance(message, c.Joined):
+                self.epoch = getattr(message, "epoch", self.epoch)
+            else:
+                self._answered(number, message, frames[1:])
+
+    def _answered(self, number: int, message: Any, frames: list[memoryview]) -> None:
+        call = self._calls.pop(number, None)
+        if call is not None and not call.future.done():
+            if isinstance(message, c.Taken) and message.lease:
+                self.leases[message.stage, message.lease] = message.rows
+            call.future.set_result((message, frames))
+        elif isinstance(message, c.Taken) and message.lease:  # nobody waits for these rows any more
+            self._send(0, c.GiveBack(message.stage, message.lease))
+
+    def _changed(self) -> None:
+        """Something happened to the line: after a new start, say everything again."""
+        if self._closed or not self._line.look():
+            return
+        if self._line.state == UP and self._ups != self._line.ups:
+            self._ups = self._line.ups
+            self.join()
+            for number, call in self._calls.items():
+                self._say(number, call)
+        elif self._line.state == REFUSED:
+            self._fail(
+                ControlLost(
+                    f"the control process at {self._line.peer.endpoint} does not let this process in",
+                    "its list of allowed keys lacks this client's public key",
+                )
+            )
+        else:
+            self._watch()
+
+    def _watch(self) -> None:
+        """When the line has been down for too long, whoever waits hears of it."""
+        wait = self._line.down_since + self.lost_s - time.monotonic()
+        self._loop.call_later(max(0.0, wait) + 0.01, self._give_up)
+
+    def _give_up(self) -> None:
+        if self._closed or self._line.state != DOWN:
+            return
+        if time.monotonic() - self._line.down_since < self.lost_s:  # it was up in between
+            return self._watch()
+        self._fail(
+            ControlLost(
+                f"the dock's control process at {self._line.peer.endpoint} has been away for {self.lost_s:g} s",
+                "its supervisor should have started it again: see its log",
+            )
+        )
+        self._loop.call_later(self.lost_s, self._give_up)  # calls that are made meanwhile
+
+    def _fail(self, error: DockError) -> None:
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            if not call.future.done():
+                call.future.set_exception(error)
+
+
+def ask_once(peer: Peer, keys: Keys | None, message: msgspec.Struct, deadline_s: float) -> Any:
+    """One question over a line of its own, blocking, from any thread; the reply.
+
+    Raises what the control process raised, and ControlLost when it does not answer in time.
+    """
+    context = zmq.Context()
+    line = Connection(context, peer, keys)
+    try:
+        line.send([c.CALLS.pack(CALL, 1, message)])
+        end = time.monotonic() + deadline_s
+        while (left := end - time.monotonic()) > 0 and line.state != REFUSED:
+            line.socket.poll(min(left, 0.5) * 1000)
+            line.look()
+            for frames in line.receive():
+                kind, number, reply = c.REPLIES.unpack(frames[0])
+                if kind == REPLY and number == 1:
+                    if isinstance(reply, Failure):
+                        raise error_of(reply)
+                    return reply
+    finally:
+        line.close()
+        context.destroy(linger=0)
+    raise ControlLost(
+        f"no answer within {deadline_s:g} s from the dock's control process at {peer.endpoint}", "is it there?"
+    )
+
+
+def error_of(reply: Failure) -> DocklandsError:
+    """The error that the control process raised."""
+    kind = getattr(errors, reply.kind, DockError)
+    known = isinstance(kind, type) and issubclass(kind, DocklandsError)
+    return (kind if known else DockError)(reply.message, reply.hint)

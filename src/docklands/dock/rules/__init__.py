@@ -1,0 +1,1 @@
+"""The dock's rules, on ids and metadata only: what is admitted, ready, leased, done, forgotten. No bytes, no wait."""

@@ -1,0 +1,358 @@
+"""A warehouse: the bytes. (row, column) -> un-padded array, kept in the chunks in which they were put.
+
+It knows which controllers read a column, and says whom to tell of a write; it knows no stage's progress. Nothing is
+copied on the way in or out where that can be helped: a chunk is the producer's own tensor, and reading rows that lie
+side by side in one chunk gives a view. Batches are immutable by contract, on both sides.
+
+Legend: B rows, T tokens of all rows packed end to end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from docklands.core.batch import Batch, Column, Jagged, offsets_of, torch_dtype
+from docklands.core.fields import Field
+from docklands.dock.rules.messages import Notice
+from docklands.dock.rules.table import RowTable
+from docklands.errors import DockError
+
+UNKNOWN_LENGTH = -1
+Home = tuple[int, int, int]
+"""Where a chunk's values lie in shared memory, if they do: (arena, generation, offset in the arena's file)."""
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Part of one column as it was put; freed when its last row is.
+
+    sizes    bytes of each of its rows, int64 [rows]
+    rows     those of them that are still here
+    home     of its values in shared memory; None: this process's own memory
+    spilled  it lies on disk and weighs nothing in memory
+    """
+
+    column: Column
+    sizes: np.ndarray
+    nbytes: int
+    rows: int
+    home: Home | None = None
+    spilled: bool = False
+
+
+@dataclass(frozen=True)
+class Write:
+    """A column's rows that a put would add: positions in the batch, and what they weigh."""
+
+    field: Field[Any]
+    column: Column
+    positions: np.ndarray
+    sizes: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.sizes.sum())
+
+
+class Warehouse:
+    """The bytes of some rows.
+
+    readers   column name -> stages to tell when it is written
+    capacity  bytes; 0: unbounded
+    release   called with the home of a chunk that is freed
+    """
+
+    def __init__(
+        self,
+        place: int,
+        fields: Sequence[Field[Any]],
+        readers: Mapping[str, Sequence[str]],
+        capacity: int = 0,
+        release: Callable[[Home], None] | None = None,
+    ) -> None:
+        self.place = place
+        self.capacity = capacity
+        self.nbytes = 0
+        self.spilled_bytes = 0
+        self._release = release
+        self.ignored = 0
+        self._readers = {name: tuple(stages) for name, stages in readers.items()}
+        self._fields = {field.name: field for field in fields}
+        cells = {f"{name}.{what}": np.int64 for name in self._fields for what in ("chunk", "at")}
+        born = dict.fromkeys(("order", "group_id", "place", "sample"), np.int64)
+        self._rows = RowTable(length=np.int64, **born, **cells)
+        self._chunks: dict[int, Chunk] = {}
+        self._last_chunk = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    # --- writing -----------------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> RowTable:
+        """Rows with their length and what a warehouse process remembers of their admission."""
+        return self._rows
+
+    def add(self, row_ids: np.ndarray) -> np.ndarray:
+        """Make place for new rows, without a column yet; their numbers, see `find`."""
+        slots = self._rows.add(row_ids)
+        self._rows["length"][slots] = UNKNOWN_LENGTH
+        return slots
+
+    def plan(self, batch: Batch, slots: np.ndarray | None = None) -> list[Write]:
+        """What a put of `batch` would add: cells that are already there are left out (the first write wins).
+
+        Rows that are not here yet are planned as new ones. slots: what `find` says of the rows.
+
+        Raises DockError when a token column has another length than the row's token columns that are here.
+        """
+        if slots is None:
+            slots = self._rows.find(batch.row_ids)
+        writes = []
+        for field in batch.fields:
+            fresh = np.nonzero((slots < 0) | (self._rows[f"{field.name}.chunk"][slots] == 0))[0]
+            if not len(fresh):
+                continue
+            column = batch[field] if len(fresh) == len(batch) else batch.select(fresh)[field]
+            self._check_lengths(field, column, slots[fresh])
+            column = settled(column)
+            writes.append(Write(field, column, fresh, sizes_of(field, column)))
+        return writes
+
+    def has_room(self, nbytes: int) -> bool:
+        """`nbytes` more fit. DockError when they would not fit into an empty warehouse."""
+        if self.capacity and nbytes > self.capacity:
+            raise DockError(
+                f"one put of {nbytes} bytes is larger than warehouse {self.place}, which holds {self.capacity} bytes",
+                "raise dock.capacity_mib or put fewer rows at once",
+            )
+        return not self.capacity or self.nbytes + nbytes <= self.capacity
+
+    def write(
+        self,
+        batch: Batch,
+        writes: Sequence[Write],
+        homes: Mapping[str, Home] | None = None,
+        slots: np.ndarray | None = None,
+    ) -> list[Notice]:
+        """Store what `plan` said, and say which controllers are to be told.
+
+        homes  column -> where its values lie in shared memory; for columns that are written whole
+        slots  what `find` says of the rows
+        """
+        if slots is None:
+            slots = self._rows.find(batch.row_ids)
+        self.ignored += len(batch.fields) * len(batch) - sum(len(write.positions) for write in writes)
+        for write in writes:
+            at = slots[write.positions]
+            if write.field.is_token and isinstance(write.column, Jagged):
+                self._rows["length"][at] = write.column.lengths
+            self._last_chunk += 1
+            home = (homes or {}).get(write.field.name)
+            self._chunks[self._last_chunk] = Chunk(write.column, write.sizes, write.nbytes, len(at), home)
+            self._rows[f"{write.field.name}.chunk"][at] = self._last_chunk
+            self._rows[f"{write.field.name}.at"][at] = np.arange(len(at))
+            self.nbytes += write.nbytes
+        return self._notices(batch.row_ids, slots, writes)
+
+    def free(self, row_ids: np.ndarray) -> None:
+        """Rows are gone; a chunk goes with its last row."""
+        slots = self._rows.present(row_ids)
+        for name in self._fields:
+            for number, count in counted(self._rows[f"{name}.chunk"][slots]):
+                if not number:
+                    continue
+                chunk = self._chunks[number]
+                chunk.rows -= count
+                if not chunk.rows:
+                    self._drop(chunk)
+                    del self._chunks[number]
+        self._rows.remove(slots)
+
+    def spill(self, nbytes: int, move: Callable[[Tensor], tuple[Tensor, Home] | None]) -> None:
+        """Move the oldest chunks out of memory until `nbytes` more fit.
+
+        move  copies values to disk: (a view of them there, their home), or None: no room there either
+        """
+        for chunk in self._chunks.values():
+            if not self.capacity or self.nbytes + nbytes <= self.capacity:
+                return
+            column = chunk.column
+            values = column.values if isinstance(column, Jagged) else column
+            if chunk.spilled or not isinstance(values, Tensor) or not values.numel():
+                continue
+            moved = move(values)
+            if moved is None:
+                return
+            self._drop(chunk)
+            chunk.column = Jagged(moved[0], column.offsets) if isinstance(column, Jagged) else moved[0]
+            chunk.home, chunk.spilled = moved[1], True
+            self.spilled_bytes += chunk.nbytes
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    def absent(self, row_ids: np.ndarray, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """column -> those of the rows (which must be here) that lack it."""
+        slots = self._rows.find(row_ids)
+        lacking = {name: row_ids[self._rows[f"{name}.chunk"][slots] == 0] for name in names}
+        return {name: rows for name, rows in lacking.items() if len(rows)}
+
+    def get(self, row_ids: np.ndarray, fields: Sequence[Field[Any]]) -> tuple[Batch, int]:
+        """Columns of rows, in the order of `row_ids`, and their bytes. All must be there (see `absent`)."""
+        slots = self._rows.find(row_ids)
+        columns, nbytes = {}, 0
+        for field in fields:
+            columns[field], size = self._gather(field, slots)
+            nbytes += size
+        return Batch(row_ids, columns), nbytes
+
+    def inventory(self) -> dict[str, np.ndarray]:
+        """column -> ids of the rows that have it."""
+        slots = self._rows.slots
+        ids = self._rows["row_id"][slots]
+        return {name: ids[self._rows[f"{name}.chunk"][slots] != 0] for name in self._fields}
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _check_lengths(self, field: Field[Any], column: Column, slots: np.ndarray) -> None:
+        if not field.is_token or not isinstance(column, Jagged):
+            return
+        known = np.where(slots < 0, UNKNOWN_LENGTH, self._rows["length"][slots])
+        wrong = np.nonzero((known != UNKNOWN_LENGTH) & (known != column.lengths))[0]
+        if len(wrong):
+            i = int(wrong[0])
+            raise DockError(
+                f"column {field.name} has {column.lengths[i]} tokens in row {self._rows['row_id'][slots[i]]}, "
+                f"token_ids has {known[i]}",
+                "every token column has the length of token_ids",
+            )
+
+    def _notices(self, row_ids: np.ndarray, slots: np.ndarray, writes: Sequence[Write]) -> list[Notice]:
+        """One notice per controller and set of rows, coalesced over columns; those of one set share their arrays."""
+        sets: dict[bytes, tuple[np.ndarray, dict[str, list[str]]]] = {}
+        for write in writes:
+            for stage in self._readers.get(write.field.name, ()):
+                told = sets.setdefault(write.positions.tobytes(), (write.positions, {}))[1]
+                told.setdefault(stage, []).append(write.field.name)
+        lengths = np.maximum(self._rows["length"][slots], 0)
+        found = []
+        for at, told in sets.values():
+            ids, tokens = (row_ids, lengths) if len(at) == len(row_ids) else (row_ids[at], lengths[at])
+            found += [Notice(stage, ids, tuple(names), tokens) for stage, names in told.items()]
+        return found
+
+    def _drop(self, chunk: Chunk) -> None:
+        """Its memory is free."""
+        if chunk.spilled:
+            self.spilled_bytes -= chunk.nbytes
+        else:
+            self.nbytes -= chunk.nbytes
+        if chunk.home is not None and self._release is not None:
+            self._release(chunk.home)
+
+    def _gather(self, field: Field[Any], slots: np.ndarray) -> tuple[Column, int]:
+        """Runs of rows that lie side by side in a chunk are views; more than one run is joined by a copy."""
+        if not len(slots):
+            return empty(field), 0
+        runs = self.runs(field.name, slots)
+        pieces = [piece(chunk.column, start, stop) for chunk, start, stop in runs]
+        nbytes = sum(int(chunk.sizes[start:stop].sum()) for chunk, start, stop in runs)
+        return (pieces[0] if len(pieces) == 1 else join(pieces)), nbytes
+
+    def find(self, row_ids: np.ndarray) -> np.ndarray:
+        """A number for each row, -1 for rows that are not here, int64 [B]; valid until rows are added or freed."""
+        return self._rows.find(row_ids)
+
+    def has(self, name: str, slots: np.ndarray) -> np.ndarray:
+        """Whether each of these rows, by `find`, has the column, bool [B]."""
+        return self._rows[f"{name}.chunk"][slots] != 0
+
+    def runs(self, name: str, slots: np.ndarray) -> list[tuple[Chunk, int, int]]:
+        """Where a column of rows, by `find`, that have it lies, in their order: (chunk, start, stop) in its rows."""
+        if not len(slots):
+            return []
+        numbers, at = self._rows[f"{name}.chunk"][slots], self._rows[f"{name}.at"][slots]
+        joint = (numbers << 32) + at
+        breaks = np.flatnonzero(joint[1:] - joint[:-1] != 1) + 1
+        edges = [0, *breaks.tolist(), len(slots)]
+        chunks, first = numbers.tolist(), at.tolist()
+        return [
+            (self._chunks[chunks[start]], first[start], first[start] + stop - start)
+            for start, stop in zip(edges, edges[1:])
+        ]
+
+
+def counted(numbers: np.ndarray) -> list[tuple[int, int]]:
+    """Each number and how often it is there. Rows mostly leave as they came: all of one chunk."""
+    if len(numbers) and (numbers == numbers[0]).all():
+        return [(int(numbers[0]), len(numbers))]
+    found, counts = np.unique(numbers, return_counts=True)
+    return list(zip(found.tolist(), counts.tolist()))
+
+
+def settled(column: Column) -> Column:
+    """A column fit to be kept: in host memory, without a graph, and not holding on to a larger tensor's storage."""
+    if isinstance(column, Jagged):
+        return Jagged(keep(column.values), column.offsets)
+    return keep(column) if isinstance(column, Tensor) else column
+
+
+def keep(tensor: Tensor) -> Tensor:
+    """The tensor itself where it owns all of its storage, else a copy."""
+    tensor = tensor.detach().cpu()
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole and tensor.is_contiguous() else tensor.contiguous().clone()
+
+
+def sizes_of(field: Field[Any], column: Column) -> np.ndarray:
+    """Bytes of each row, int64 [B]: its values, and 8 for a ragged row's offset. JSON weighs its text."""
+    if isinstance(column, Jagged):
+        inner = int(np.prod(column.values.shape[1:], dtype=np.int64))
+        return column.lengths * (inner * column.values.element_size()) + 8
+    if isinstance(column, Tensor):
+        inner = int(np.prod(column.shape[1:], dtype=np.int64))
+        return np.full(len(column), inner * column.element_size(), np.int64)
+    texts: dict[int, int] = {}
+    for value in column:
+        if id(value) not in texts:
+            try:
+                texts[id(value)] = len(json.dumps(value))
+            except (TypeError, ValueError) as error:
+                raise DockError(f"column {field.name}: a value is not JSON: {error}") from None
+    return np.array([texts[id(value)] for value in column], np.int64)
+
+
+def piece(column: Column, start: int, stop: int) -> Column:
+    """Rows start..stop of a chunk, as a view."""
+    if isinstance(column, Jagged):
+        if start == 0 and stop == len(column):
+            return column
+        first, last = int(column.offsets[start]), int(column.offsets[stop])
+        return Jagged(column.values[first:last], column.offsets[start : stop + 1] - first)
+    return column[start:stop]
+
+
+def join(pieces: Sequence[Any]) -> Column:
+    """Columns of one field end to end."""
+    if isinstance(pieces[0], Jagged):
+        lengths = np.concatenate([part.lengths for part in pieces])
+        return Jagged(torch.cat([part.values for part in pieces]), offsets_of(lengths))
+    if isinstance(pieces[0], Tensor):
+        return torch.cat(list(pieces))
+    return tuple(value for part in pieces for value in part)
+
+
+def empty(field: Field[Any]) -> Column:
+    """A column of no rows."""
+    if field.is_json:
+        return ()
+    values = torch.empty((0, *field.inner_shape), dtype=torch_dtype(field))
+    return Jagged(values, offsets_of([])) if field.is_ragged else values

@@ -1,0 +1,227 @@
+"""What warehouses, their clients and the control plane say to each other: msgpack structs, told apart by a tag.
+
+A message marked *batch* is followed by an index and value frames (wire.py), one marked *rows* by one int64 frame.
+Every call is idempotent, so a client that lost its connection may say it again.
+
+Legend: B rows.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from docklands.dock.wire.format import BatchMeta, Codec, ColumnMeta
+
+
+class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Base of all: an array of the tag and the fields."""
+
+
+# --- calls ---------------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, tag=1):
+    """First on every connection. pid and start (clock ticks after boot) say whether the client is still alive."""
+
+    client: str
+    pid: int
+    start: int
+
+
+class Birth(Message, tag=2):
+    """Admission of a put's rows.
+
+    order, group_id  of the rows' group; lists: of groups of one size, whose rows follow one another
+    samples          index of each row in its group; []: its position
+    """
+
+    order: int | list[int]
+    group_id: int | list[int]
+    place: int
+    samples: list[int] = []
+
+
+class Put(Message, tag=3):
+    """*batch*: columns of rows. With `birth` the rows are new; without it rows that are not here are passed over."""
+
+    batch: BatchMeta
+    birth: Birth | None = None
+    stage: str = ""
+
+
+class Get(Message, tag=4):
+    """*rows*: these columns of them. local: the reader has mapped the arenas."""
+
+    columns: list[str]
+    local: bool = False
+    stage: str = ""
+
+
+class Free(Message, tag=5):
+    """*rows*: they are gone."""
+
+
+class Inventory(Message, tag=6):
+    """What is here; only rows of that place, if it is not negative: a warehouse may serve several."""
+
+    place: int = -1
+
+
+class Subscribe(Message, tag=7):
+    """Push notices to this connection from now on; no stages: of all of them."""
+
+    stages: list[str]
+
+
+class Lease(Message, tag=8):
+    """Room in the arena for a producer's next puts. done: generations that it will not write to any more."""
+
+    nbytes: int
+    done: list[int] = []
+
+
+class Snapshot(Message, tag=9):
+    """Write what is here (of that place, if it is not negative) to a file in the warehouse's folder, on its node."""
+
+    path: str
+    place: int = -1
+
+
+class Restore(Message, tag=10):
+    """Read snapshots, files in the warehouse's folder, into an empty warehouse; their rows are of its place then."""
+
+    paths: list[str]
+
+
+class Stats(Message, tag=11):
+    """Ask for the counters."""
+
+
+class Allow(Message, tag=12):
+    """Let clients with these public keys (Z85) in."""
+
+    keys: list[str]
+
+
+class Replicate(Message, tag=14):
+    """Send everything, and all that comes, to another warehouse. Answered once it has everything: it may serve then."""
+
+    endpoint: str
+    public_key: str
+
+
+class Shutdown(Message, tag=13):
+    """End the process."""
+
+
+# --- replies -------------------------------------------------------------------------------------------------------
+
+
+class ArenaMeta(Message):
+    """A shared file: the client may map it if it finds the nonce in it."""
+
+    path: str
+    nonce: bytes
+
+
+class Welcome(Message, tag=32):
+    """Answer to Hello."""
+
+    place: int
+    pid: int
+    columns: list[ColumnMeta]
+    arenas: list[ArenaMeta]
+    seq: int
+
+
+class Stored(Message, tag=33):
+    """Answer to Put. seq: of the notice that tells of it; ignored: cells that were there already; *rows*: not here."""
+
+    seq: int
+    ignored: int
+    gone: int
+
+
+class Full(Message, tag=34):
+    """Answer to Put: no room for `nbytes` now; a Room push will come."""
+
+    nbytes: int
+    free: int
+
+
+class Found(Message, tag=35):
+    """*batch*: answer to Get."""
+
+    batch: BatchMeta
+
+
+class Done(Message, tag=36):
+    """It is done; rows concerned."""
+
+    rows: int
+    seq: int
+
+
+class Inventoried(Message, tag=37):
+    """Answer to Inventory. One int64 frame: row ids [B], order, group_id, place, sample index, length (-1 before there
+    is one), each [B]; then one uint8 frame per column: whether each row has it [B]."""
+
+    rows: int
+    columns: list[str]
+    seq: int
+
+
+class Slab(Message, tag=38):
+    """Answer to Lease: room of `nbytes` at `offset` of arena 0. nbytes 0: there is none, send the bytes."""
+
+    generation: int
+    offset: int
+    nbytes: int
+
+
+class Figures(Message, tag=39):
+    """Answer to Stats."""
+
+    values: dict[str, int]
+
+
+class Failure(Message, tag=40):
+    """The call failed: name of the error's class in errors.py, its message and hint."""
+
+    kind: str
+    message: str
+    hint: str = ""
+
+
+# --- pushes --------------------------------------------------------------------------------------------------------
+
+
+class NoticeMeta(Message):
+    """Columns that became ready for some rows: the stages that are told, and of which columns each is."""
+
+    told: list[tuple[str, list[str]]]
+
+
+class Notices(Message, tag=48):
+    """Of the puts first..last. One frame: per notice its row ids and their lengths (ints.py)."""
+
+    place: int
+    first: int
+    last: int
+    notices: list[NoticeMeta]
+
+
+class Room(Message, tag=49):
+    """There is room again."""
+
+    free: int
+
+
+Calls = (
+    Hello | Put | Get | Free | Inventory | Subscribe | Lease | Snapshot | Restore | Stats | Allow | Replicate | Shutdown
+)
+Replies = Welcome | Stored | Full | Found | Done | Inventoried | Slab | Figures | Failure | Notices | Room
+CALLS = Codec(Calls)
+"""Headers that a warehouse reads."""
+REPLIES = Codec(Replies)
+"""Headers that a warehouse's client reads."""

@@ -1,0 +1,45 @@
+"""Notices on the wire, pushed to the control plane after a put: rows and lengths once for all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from docklands.dock.rules.messages import Notice
+from docklands.dock.warehouse.messages import NoticeMeta, Notices
+from docklands.dock.wire.format import Buffer
+from docklands.dock.wire.ints import pack_ints, unpack_ints
+from docklands.errors import WireError
+
+Told = tuple[tuple[str, tuple[str, ...]], ...]
+"""Stages and the columns that each is told of."""
+
+
+def notices_message(place: int, first: int, last: int, notices: Sequence[Notice]) -> tuple[Notices, list[Buffer]]:
+    """Notices as one push; what several stages hear of the same rows is said once, and so are their rows."""
+    puts: dict[int, list[Notice]] = {}
+    for notice in notices:
+        puts.setdefault(id(notice.row_ids), []).append(notice)
+    found: dict[Told, list[Notice]] = {}
+    for heard in puts.values():
+        found.setdefault(tuple((notice.stage, notice.columns) for notice in heard), []).append(heard[0])
+    parts = []
+    for same in found.values():
+        joined = [same[0].row_ids, same[0].lengths]
+        if len(same) > 1:
+            joined = [np.concatenate([n.row_ids for n in same]), np.concatenate([n.lengths for n in same])]
+        parts.append(pack_ints(joined))
+    metas = [NoticeMeta([(stage, list(columns)) for stage, columns in told]) for told in found]
+    return Notices(place, first, last, metas), [b"".join(parts)]
+
+
+def notices_from(message: Notices, frames: Sequence[Buffer]) -> list[Notice]:
+    """The notices of a push; those of one put share their rows. Raises WireError."""
+    if len(frames) != 1:
+        raise WireError("malformed message: notices without their rows")
+    found, at = [], 0
+    for meta in message.notices:
+        (row_ids, lengths), at = unpack_ints(frames[0], 2, at)
+        found += [Notice(stage, row_ids, tuple(columns), lengths) for stage, columns in meta.told]
+    return found
