@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from docklands.core.protocols import Rows
 from docklands.core.stage import Stage
@@ -21,6 +23,7 @@ from docklands.fleet.supervise import Restarts, lost_process
 from docklands.fleet.workers import Workers
 from docklands.obs.rundir import RunDir
 from docklands.run import parts
+from docklands.train import checkpoint
 from tests.dock_processes import Forked
 from tests.e2e.runs import ROOT, command, environment, run_here, train_arguments
 from tests.e2e.test_dock_in_processes import lines, same_run, until
@@ -108,3 +111,52 @@ def test_nothing_is_left_after_ctrl_c_or_kill_9_of_the_driver(tmp_path: Path, en
     docks = [folder.name.removeprefix("dock-") for folder in (run.path / "dock").glob("dock-*")]
     until("no shared memory", lambda: not any(list(SHM.glob(f"docklands-{dock}-*")) for dock in docks), 10)
     assert len(docks) == 1
+
+
+def test_a_stop_for_the_whole_process_group_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    """SIGTERM as timeout, scancel and systemd send it: to the driver and its workers at once."""
+    run = RunDir(tmp_path / "run")
+    more = ["run.steps=4000", *SPREAD]
+    with subprocess.Popen(
+        command(*train_arguments(RECIPE, run.path, more)), cwd=ROOT, env=environment(), start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        try:
+            until("two steps", lambda: run.metrics.exists() and run.metrics.read_text().count("\n") >= 2)
+            os.killpg(process.pid, signal.SIGTERM)
+            said, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, said
+    assert "started again" not in said
+    steps = [step for step, _ in run.read_metrics()]
+    newest = checkpoint.latest(run.checkpoints)
+    assert newest is not None and checkpoint.step_of(newest) == steps[-1]
+
+
+def test_rollouts_that_an_interrupt_cuts_are_not_trained(tmp_path: Path) -> None:
+    """Ctrl-C in a rollout of workers, then --resume: the weights of the run that nobody disturbed."""
+    more = [
+        "run.steps=3", "checkpoint.every_steps=1", "checkpoint.keep=9", "layout.dp=2", "rollout.prompts_per_step=24",
+        "rollout.max_batch=4",
+    ]  # fmt: skip
+    whole = run_here(RECIPE, tmp_path / "whole", *more)
+    cut = RunDir(tmp_path / "cut")
+    with subprocess.Popen(
+        command(*train_arguments(RECIPE, cut.path, more)), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL
+    ) as process:
+        try:
+            until("a step", lambda: cut.metrics.exists() and cut.metrics.read_text().count("\n") >= 1)
+            time.sleep(0.3)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) in (130, 0)
+        finally:
+            process.kill()
+    run_here(RECIPE, cut.path, *more, resume=True)
+    assert all(metrics["completions/aborted_ratio"] == 0 for _, metrics in cut.read_metrics())
+    ends = [
+        checkpoint.load(path, "actor")["model"]
+        for path in map(checkpoint.latest, (whole.checkpoints, cut.checkpoints))
+        if path
+    ]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])

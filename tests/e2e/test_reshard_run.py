@@ -83,12 +83,13 @@ def test_one_process_and_two_layouts_are_the_same_run(more: tuple[str, ...], alo
     ("more", "said"),
     [
         (["rollout.layout.ep=1", "rollout.layout.dp=3"], "rollout.layout: tp 1 x dp 3 = 3 ranks, layout: 4; colocated"),
-        (["rollout.layout.tp=3"], "4 heads do not divide by tp 3"),
+        (["rollout.layout.tp=3"], "rollout.layout: .*4 heads do not divide by tp 3"),
+        ([*ONE, "fleet.placement=disaggregated"], "disaggregated, but one process trains and generates"),
         (["sync.swap=host"], "sync.swap is host, but the device is the host"),
         ([*ONE, "sync.swap=disk"], "sync.swap is disk, but trainer and generator are one process"),
         (["fleet.rollout_workers=2"], "fleet.rollout_workers is 2, but generators are in worker processes"),
     ],
-    ids=["ranks", "heads", "swap", "one process", "workers"],
+    ids=["ranks", "heads", "apart", "swap", "one process", "workers"],
 )
 def test_what_does_not_fit_is_refused_before_anything_starts(more: list[str], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -140,6 +140,13 @@ def test_pitfall_15_what_nothing_reads_is_refused(
         algorithm(name, keys, **sections)
 
 
+def test_samples_may_be_older_than_the_policy_only_with_a_ratio() -> None:
+    keys = {"samples_per_update": 16, "old_logprobs": "current"}
+    assert algorithm("grpo", keys)
+    with pytest.raises(ConfigError, match="with dock.max_staleness 1 samples may be older"):
+        algorithm("grpo", keys, dock={"max_staleness": 1})
+
+
 def test_pitfall_15_the_reference_exists_only_for_a_kl_term() -> None:
     for name in POLICIES:
         assert "reference" not in algorithm(name).graph().roles

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from docklands import kernels
 from docklands.kernels import logprob_of_logits, sampled_logprob
+from docklands.kernels.logprob import Held
 
 
 def naive(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -32,7 +33,7 @@ def case(tokens: int = 19, vocabulary: int = 53, size: int = 12) -> tuple[Tensor
 def test_value_and_gradient(chunk: int | None, temperature: float, keep: int) -> None:
     hidden_TD, weight_VD, targets_T = case()
     g_T, e_T = torch.randn(2, 19)
-    settings = {"temperature": temperature, "chunk": chunk, "keep": keep}
+    settings = {"temperature": temperature, "held": Held(chunk, keep)}
     found = sampled_logprob(hidden_TD, weight_VD, targets_T, entropy=True, **settings)  # type: ignore[arg-type]
     expected = naive(hidden_TD.double(), weight_VD.double(), targets_T, temperature)
     for a, b in zip(found, expected):
@@ -58,7 +59,7 @@ def test_kept_logits_save_products_and_change_no_bit(dtype: torch.dtype, monkeyp
     found, made = [], []
     for kept in (0, 2, 6):
         keep = kept * 19 * chunk * dtype.itemsize
-        logprobs_T = sampled_logprob(hidden_TD, weight_VD, targets_T, chunk=chunk, keep=keep)
+        logprobs_T = sampled_logprob(hidden_TD, weight_VD, targets_T, held=Held(chunk, keep))
         assert isinstance(logprobs_T, Tensor)
         products[0] = 0
         grads = torch.autograd.grad(logprobs_T.sum(), (hidden_TD, weight_VD), retain_graph=True)
@@ -70,14 +71,14 @@ def test_kept_logits_save_products_and_change_no_bit(dtype: torch.dtype, monkeyp
     assert [made[0] - n for n in made] == [0, 2, 6]
     with torch.no_grad():
         products[0] = 0
-        sampled_logprob(hidden_TD, weight_VD, targets_T, chunk=chunk)
+        sampled_logprob(hidden_TD, weight_VD, targets_T, held=Held(chunk))
     assert products[0] == 6
 
 
 def test_fp32_error_is_below_1e_6_on_a_mean_loss() -> None:
     hidden_TD, weight_VD, targets_T = case(64, 301, 16)
     weight_VD = (weight_VD.detach() * 0.2).requires_grad_()
-    ours = sampled_logprob(hidden_TD, weight_VD, targets_T, temperature=1.3, chunk=40)
+    ours = sampled_logprob(hidden_TD, weight_VD, targets_T, temperature=1.3, held=Held(40))
     plain, _ = naive(hidden_TD, weight_VD, targets_T, 1.3)
     assert isinstance(ours, Tensor) and (ours - plain).abs().max() < 1e-6
     for a, b in zip(*(torch.autograd.grad(x.mean(), (hidden_TD, weight_VD)) for x in (ours, plain))):
@@ -115,7 +116,7 @@ def test_a_target_outside_the_vocabulary_is_an_error() -> None:
 def test_extreme_logits_stay_finite() -> None:
     hidden_TD = torch.tensor([[1000.0, 0.0]], requires_grad=True)
     weight_VD = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.5, 0.0]], requires_grad=True)
-    logprobs_T, entropy_T = sampled_logprob(hidden_TD, weight_VD, torch.tensor([1]), entropy=True, chunk=1)
+    logprobs_T, entropy_T = sampled_logprob(hidden_TD, weight_VD, torch.tensor([1]), entropy=True, held=Held(1))
     assert logprobs_T.item() == -2000.0 and entropy_T.item() == 0.0
     (logprobs_T + entropy_T).sum().backward()
     assert hidden_TD.grad is not None and hidden_TD.grad.isfinite().all()
@@ -124,7 +125,7 @@ def test_extreme_logits_stay_finite() -> None:
 def test_pitfall_17_temperature_divides_the_logits() -> None:
     hidden_TD, weight_VD, targets_T = case()
     generated_T = logprob_of_logits(kernels.linear(hidden_TD, weight_VD), targets_T, 0.6)
-    trained_T = sampled_logprob(hidden_TD, weight_VD, targets_T, temperature=0.6, chunk=9)
+    trained_T = sampled_logprob(hidden_TD, weight_VD, targets_T, temperature=0.6, held=Held(9))
     assert (generated_T - trained_T).abs().max() < 1e-5
     assert (generated_T - sampled_logprob(hidden_TD, weight_VD, targets_T)).abs().max() > 0.1
 
@@ -132,7 +133,7 @@ def test_pitfall_17_temperature_divides_the_logits() -> None:
 def test_autocast_multiplies_in_bf16_and_keeps_fp32_statistics() -> None:
     hidden_TD, weight_VD, targets_T = case(64, 501, 32)
     with torch.autocast("cpu", torch.bfloat16):
-        ours = sampled_logprob(hidden_TD, weight_VD, targets_T, chunk=100)
+        ours = sampled_logprob(hidden_TD, weight_VD, targets_T, held=Held(100))
         logits_TV = hidden_TD @ weight_VD.t()
     assert isinstance(ours, Tensor) and ours.dtype == torch.float32 and logits_TV.dtype == torch.bfloat16
     assert (ours - logprob_of_logits(logits_TV, targets_T)).abs().max() < 1e-5

@@ -350,7 +350,18 @@ def test_abort_reaches_every_engine() -> None:
     made = worker(2, max_response_tokens=400, stop=[], min_response_tokens=400)
     timer = threading.Timer(0.2, made.abort)
     timer.start()
-    found = made.rollout(cases.admitted(["1=", "2=", "3=", "4="], 8)).batch
+    batch = cases.admitted(["1=", "2=", "3=", "4="], 8)
+    result = made.rollout(batch)
+    timer.join()
+    assert result.batch is not None and len(result.batch) == 0
+    assert result.later == batch.row_ids.tolist(), "what is cut short is asked for again, and never trained"
+
+
+def test_an_aborted_evaluation_returns_what_it_has() -> None:
+    made = worker(2, max_response_tokens=400, stop=[], min_response_tokens=400)
+    timer = threading.Timer(0.2, made.abort)
+    timer.start()
+    found = made.rollout(cases.admitted(["1=", "2="], 8), sampling=made.sampling).batch
     timer.join()
     assert found is not None and set(found[FINISH_REASON].tolist()) == {FINISH_ABORT}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ from docklands.core.fields import (
 from docklands.envs import build_env_factory
 from docklands.errors import ConfigError
 from docklands.rollout import NativeEngine, RolloutWorker
-from docklands.rollout.partial import check_partial
+from docklands.rollout.partial import Unfinished, check_partial
+from docklands.rollout.trajectory import Episode
 
 
 def worker(env: Any = None, **section: Any) -> RolloutWorker:
@@ -130,6 +132,49 @@ def test_what_waits_survives_a_checkpoint() -> None:
     assert drawn[: len(result.later) // 2] and max(drawn) >= 6, "it went on, and did not begin anew"
     for row, sample in rest.items():
         assert torch.equal(sample[TOKEN_IDS.name], whole[row][TOKEN_IDS.name])
+
+
+def test_a_group_that_an_abort_cuts_goes_on_and_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """More samples than run at once: some are paused, some cut, some not begun. Through a checkpoint's file."""
+    batch = rows(1, 8)
+    whole, _ = visits(worker(min_response_tokens=14, max_response_tokens=14), batch)
+    first = worker(partial_tokens=5, max_batch=4, min_response_tokens=14, max_response_tokens=14)
+    engine = first._engines[0]
+    decode, steps = engine._decode, []
+
+    def counted(scheduler: Any) -> Any:
+        steps.append(1)
+        if len(steps) == 6:
+            first.abort()
+        return decode(scheduler)
+
+    engine._decode = counted  # type: ignore[method-assign]
+    result = first.rollout(batch)
+    assert result.batch is not None and len(result.batch) == 0 and len(result.later) == 8
+    torch.save(first.state_dict(), tmp_path / "flow.pt")
+    second = worker(partial_tokens=5, max_batch=4, min_response_tokens=14, max_response_tokens=14)
+    second.load_state_dict(torch.load(tmp_path / "flow.pt", weights_only=True))
+    lengths = {len(e.turn) for e in second._unfinished._waiting.values()}
+    assert {5} < lengths, lengths
+    rest, _ = visits(second, batch)
+    for row, sample in rest.items():
+        assert torch.equal(sample[TOKEN_IDS.name], whole[row][TOKEN_IDS.name])
+        assert int(sample[FINISH_REASON.name]) == int(whole[row][FINISH_REASON.name])
+
+
+def test_router_choices_and_those_of_several_replicas_survive_a_checkpoint(tmp_path: Path) -> None:
+    replicas = []
+    for row in (3, 4):
+        waiting = Unfinished()
+        episode = Episode([1, 2, 3], 1, 7, row, routes=np.full((3, 2, 2), row, np.int16))
+        waiting.keep([row], [episode])
+        replicas.append(waiting.state_dict())
+    torch.save({"replicas": replicas}, tmp_path / "flow.pt")
+    merged = Unfinished()
+    merged.load_state_dict(torch.load(tmp_path / "flow.pt", weights_only=True))
+    found = [merged.resume(3), merged.resume(4)]
+    assert [e and e.routes is not None and int(e.routes[0, 0, 0]) for e in found] == [3, 4]
+    assert [e and e.tokens for e in found] == [[1, 2, 3]] * 2 and merged.resume(5) is None
 
 
 def test_turns_of_an_environment_are_interrupted_too() -> None:

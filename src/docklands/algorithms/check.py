@@ -80,6 +80,12 @@ def check_updates(algorithm: Algorithm) -> None:
             f"algorithm.old_logprobs: 'current' makes every ratio 1, but {sum_of}",
             "use 'recompute' (or 'auto'), or one update per step",
         )
+    if section.old_logprobs == "current" and config.dock.max_staleness:
+        raise ConfigError(
+            f"algorithm.old_logprobs: 'current' makes every ratio 1, but with dock.max_staleness "
+            f"{config.dock.max_staleness} samples may be older than the policy",
+            "use 'recompute' (or 'auto')",
+        )
     if section.old_logprobs == "current" and section.kl.coef > 0 and section.kl.where == "reward":
         raise ConfigError(
             "algorithm.old_logprobs: 'current' gives no log-probs to the advantage stage, which kl.where: reward needs",

@@ -79,12 +79,18 @@ class LocalCarrier:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         lines = []
-        for rank in range(setup.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, setup, rank), daemon=True, name=f"worker-{rank}")
-            process.start()
-            theirs.close()
-            lines.append(LocalLine(process, ours))
+        # A SIGTERM for the whole process group (timeout, scancel, systemd) must reach the driver alone: the server that
+        # forks, and what it forks, inherit this mask.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            for rank in range(setup.world_size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=serve, args=(theirs, setup, rank), daemon=True, name=f"worker-{rank}")
+                process.start()
+                theirs.close()
+                lines.append(LocalLine(process, ours))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return lines
 
     def wait(self, lines: Sequence[LocalLine], timeout_s: float) -> list[Any]:
@@ -101,7 +107,8 @@ class LocalCarrier:
 
 def serve(pipe: Connection, setup: Setup, rank: int) -> None:
     """Body of a process: answer calls until the pipe ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt means
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the driver decides what an interrupt means
     host = Host(setup, Seat(rank, rank))
     calls: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
     threading.Thread(target=listen, args=(pipe, host, calls), name="pipe", daemon=True).start()

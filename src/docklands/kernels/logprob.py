@@ -24,6 +24,18 @@ KEPT_BYTES = 201_326_592  # 192 MiB of logits, in the dtype of the product, that
 MIN_CHUNK = 256  # rows of the vocabulary: below, the products lose more than the cache gains
 
 
+class Held(NamedTuple):
+    """Logits that exist at once. chunk: rows of the vocabulary at a time; None: by CHUNK_ELEMENTS. keep: bytes that may
+    wait for backward.
+    """
+
+    chunk: int | None = None
+    keep: int = KEPT_BYTES
+
+
+HELD = Held()
+
+
 def logprob_of_logits(logits_TV: Tensor, targets_T: Tensor, temperature: float = 1.0) -> Tensor:
     """fp32 log-probability of each target under softmax(logits / temperature): the plain form, for logits at hand."""
     z_TV = logits_TV.float()
@@ -39,15 +51,13 @@ def sampled_logprob(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
-    chunk: int | None = None,
-    keep: int = KEPT_BYTES,
+    held: Held = HELD,
 ) -> tuple[Tensor, Tensor] | Tensor:
     """fp32 log-probability of each target under softmax(hidden @ weight.T / temperature); with `entropy`, that too.
 
     Both are differentiable in hidden and weight. The product runs in the activation dtype (the autocast dtype, where
     autocast is on), everything after it in fp32; the weight's gradient comes back in the weight's dtype.
 
-    chunk: rows of the vocabulary at a time; None: by CHUNK_ELEMENTS. keep: bytes of logits that may wait for backward.
     Returns logprobs_T, or (logprobs_T, entropy_T).
     IndexError for a target outside the vocabulary (checked on CPU only: elsewhere it would cost a synchronisation).
     """
@@ -56,7 +66,7 @@ def sampled_logprob(
         raise IndexError(f"targets {int(targets_T.min())}..{int(targets_T.max())}, vocabulary of {len(weight_VD)}")
     if torch.is_autocast_enabled(device):
         hidden_TD = hidden_TD.to(torch.get_autocast_dtype(device))
-    how = How(temperature, *sizes(hidden_TD, chunk, keep))
+    how = How(temperature, *sizes(hidden_TD, held))
     with torch.autocast(device, enabled=False):
         logprobs_T, entropy_T = _SampledLogprob.apply(hidden_TD, weight_VD, targets_T, how, entropy)  # type: ignore[misc]
     return (logprobs_T, entropy_T) if entropy else logprobs_T
@@ -70,11 +80,11 @@ class How(NamedTuple):
     kept: int
 
 
-def sizes(hidden_TD: Tensor, chunk: int | None, keep: int) -> tuple[int, int]:
+def sizes(hidden_TD: Tensor, held: Held) -> tuple[int, int]:
     """(rows, kept) of `How`."""
-    rows = chunk or max(MIN_CHUNK, CHUNK_ELEMENTS // max(1, len(hidden_TD)))
+    rows = held.chunk or max(MIN_CHUNK, CHUNK_ELEMENTS // max(1, len(hidden_TD)))
     each = max(1, len(hidden_TD) * rows * hidden_TD.itemsize)
-    return rows, keep // each if torch.is_grad_enabled() else 0
+    return rows, held.keep // each if torch.is_grad_enabled() else 0
 
 
 class Chunks:

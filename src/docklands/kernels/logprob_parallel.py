@@ -16,20 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from docklands.kernels.logprob import KEPT_BYTES, Chunks, How, _SampledLogprob, merge, scan, sizes
+from docklands.kernels.logprob import HELD, Chunks, Held, How, _SampledLogprob, merge, scan, sizes
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
     """Rows first_row, first_row + 1, ... of the vocabulary are here; the ranks of `pg` hold all of it, in rank order.
 
-    chunk, keep  as kernels.sampled_logprob has them, for this rank's rows
+    held  as kernels.sampled_logprob has it, for this rank's rows
     """
 
     pg: dist.ProcessGroup
     first_row: int
-    chunk: int | None = None
-    keep: int = KEPT_BYTES
+    held: Held = HELD
 
 
 def sampled_logprob_parallel(
@@ -48,7 +47,7 @@ def sampled_logprob_parallel(
     device = hidden_TD.device.type
     if torch.is_autocast_enabled(device):
         hidden_TD = hidden_TD.to(torch.get_autocast_dtype(device))
-    how = How(temperature, *sizes(hidden_TD, part.chunk, part.keep))
+    how = How(temperature, *sizes(hidden_TD, part.held))
     with torch.autocast(device, enabled=False):
         logprobs_T, entropy_T = _ParallelLogprob.apply(  # type: ignore[misc]
             hidden_TD, weight_UD, targets_T - part.first_row, how, entropy, part.pg

@@ -75,11 +75,12 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class _How:
-    """Of one visit: how to sample, the part of seeds that it decides, tokens of a sample at most (0: all it needs)."""
+    """Of one visit: how to sample, the part of seeds that it decides, tokens of a turn at most (0: all it needs)."""
 
     sampling: Sampling
     visit: int
     most: int
+    training: bool
 
 
 class RolloutWorker:
@@ -133,7 +134,8 @@ class RolloutWorker:
         Reads PROMPT_ID, SAMPLE_INDEX, PROMPT_TOKENS, PROMPT. Writes TOKEN_IDS, LOSS_MASK, ROLLOUT_LOGPROBS,
         WEIGHT_VERSIONS, FINISH_REASON, COMPLETION, ENV_REWARD (and router choices, when recorded) for the rows that go
         on; a row whose environment failed is dropped with the reason "env_error: ..." or "env_timeout: ...". Groups
-        that are not finished within rollout.partial_tokens are asked for again (see rollout.partial).
+        that are not finished within rollout.partial_tokens (see rollout.partial), or when `abort` came, are asked for
+        again: what is cut short is never trained.
 
         sampling  other than the training one (evaluation); without stop ids it gets the tokenizer's
         visit     part of every sample's seed, for another draw of the same prompts
@@ -147,14 +149,15 @@ class RolloutWorker:
         most = self._section.partial_tokens if training else 0
         begun = [self._unfinished.resume(row) if most else None for row in batch.row_ids.tolist()]
         episodes = [b or Episode(t.tolist(), len(t), p, k) for b, t, p, k in zip(begun, prompts, ids, ks)]
-        how = _How(sampling, visit, most)
+        how = _How(sampling, visit, most, training)
         if self._env_factory is None:
             self._turn([i for i, e in enumerate(episodes) if not e.turns], episodes, batch.row_ids, how)
         else:
             _run(self._play_turns(episodes, batch, how))
-        later = of_unfinished_groups(batch[GROUP_ID].numpy(), episodes) if most else np.zeros(len(episodes), bool)
+        later = of_unfinished_groups(batch[GROUP_ID].numpy(), episodes)
         waiting, ended = np.flatnonzero(later), np.flatnonzero(~later)
-        self._unfinished.keep(batch.row_ids[waiting].tolist(), [episodes[i] for i in waiting])
+        if most:
+            self._unfinished.keep(batch.row_ids[waiting].tolist(), [episodes[i] for i in waiting])
         episodes = [episodes[i] for i in ended]
         metrics = self._failures.count(episodes, training) if self._env_factory is not None else {}
         metrics |= {"rollout/unfinished": (float(len(self._unfinished)), 1.0)} if most else {}
@@ -176,7 +179,8 @@ class RolloutWorker:
             e = episodes[row]
             made = len(generation.token_ids)
             cut = generation.finish == FINISH_LENGTH and 0 < made == how.most < sampling.max_tokens - e.response_length
-            e.extend_sampled(generation, whole=not cut)
+            stopped = how.training and generation.finish == FINISH_ABORT
+            e.extend_sampled(generation, whole=not (cut or stopped))
             if not e.paused:
                 e.messages.append({"role": "assistant", "content": self.text(e.turn, generation.finish)})
 
@@ -194,7 +198,9 @@ class RolloutWorker:
             await asyncio.gather(*(self._answer(e, how.sampling.max_tokens) for e in said))
             if self._aborted.is_set():
                 for e in episodes:
-                    if not e.done:
+                    if not e.done and how.training:
+                        e.paused = True
+                    elif not e.done:
                         e.done, e.finish = True, FINISH_ABORT
 
     async def _reset(self, episode: Episode, row: Any) -> None:
@@ -250,20 +256,7 @@ class RolloutWorker:
         }
         if self._routes is not None:
             written[self._routes] = [e.routes_of(self._routes.inner_shape) for e in played]
-        return Result(Batch(batch.row_ids[kept], written), dropped, {**metrics, **self._metrics()})
-
-    def _metrics(self) -> dict[str, tuple[float, float]]:
-        """Over all engines: counts are added up, the batch size is a mean, the peak of the cache is the largest."""
-        found: dict[str, tuple[float, float]] = {}
-        for engine in self._engines:
-            take = getattr(engine, "take_metrics", None)
-            for name, (total, count) in (take() if take else {}).items():
-                old_total, old_count = found.get(name, (0.0, 0.0))
-                if name == "rollout/kv_blocks_peak":
-                    found[name] = max(old_total, total), 1.0
-                else:
-                    found[name] = old_total + total, old_count + count if name == "rollout/batch_size" else 1.0
-        return found
+        return Result(Batch(batch.row_ids[kept], written), dropped, {**metrics, **metrics_of(self._engines)})
 
     # --- engines -----------------------------------------------------------------------------------------------
 
@@ -327,10 +320,26 @@ class RolloutWorker:
             engine.wake()
 
     def abort(self) -> None:
-        """End a running rollout soon, from any thread: its samples are returned as they are."""
+        """End a running rollout soon, from any thread. Groups that it cuts short are asked for again; an evaluation
+        returns its samples as they are.
+        """
         self._aborted.set()
         for engine in self._engines:
             engine.abort()
+
+
+def metrics_of(engines: Sequence[RolloutEngine]) -> dict[str, tuple[float, float]]:
+    """Over all engines: counts are added up, the batch size is a mean, the peak of the cache is the largest."""
+    found: dict[str, tuple[float, float]] = {}
+    for engine in engines:
+        take = getattr(engine, "take_metrics", None)
+        for name, (total, count) in (take() if take else {}).items():
+            old_total, old_count = found.get(name, (0.0, 0.0))
+            if name == "rollout/kv_blocks_peak":
+                found[name] = max(old_total, total), 1.0
+            else:
+                found[name] = old_total + total, old_count + count if name == "rollout/batch_size" else 1.0
+    return found
 
 
 def _serve(engine: RolloutEngine, queue: WorkQueue) -> None:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from docklands.config.layouts import GenerationLayoutSection
 from docklands.config.schema import RolloutSection
 from docklands.core.protocols import Generation, Request
-from docklands.errors import DocklandsError, MissingWeight, RolloutError, ShapeMismatch
+from docklands.errors import DocklandsError, LayoutError, MissingWeight, RolloutError, ShapeMismatch
 from docklands.models import CausalLM, ModelConfig
 from docklands.models.routing import Routes
 from docklands.models.shard import stage_of
@@ -68,7 +68,10 @@ def generation_layout(section: GenerationLayoutSection, model: ModelConfig, rank
     """
     dp = section.dp or max(ranks, math.lcm(section.tp, section.ep * section.etp)) // section.tp
     layout = Layout(dp=dp, tp=section.tp, ep=section.ep, etp=section.etp, sp=model.moe is not None)
-    layout.check_model(model)
+    try:
+        layout.check_model(model)
+    except LayoutError as error:
+        raise LayoutError(f"rollout.{error.message}", error.hint) from None
     return layout
 
 

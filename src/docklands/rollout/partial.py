@@ -17,6 +17,7 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
+import torch
 
 from docklands.config.schema import RolloutSection
 from docklands.errors import ConfigError
@@ -61,12 +62,18 @@ class Unfinished:
     def state_dict(self) -> dict[str, Any]:
         """Plain data. An episode with an environment is left out: an environment lives in its process only."""
         kept = {row: episode for row, episode in self._waiting.items() if episode.env is None}
-        names = [field.name for field in fields(Episode) if field.name != "env"]
-        return {"rows": list(kept), "episodes": [{name: getattr(e, name) for name in names} for e in kept.values()]}
+        names = [field.name for field in fields(Episode) if field.name not in ("env", "routes")]
+        return {
+            "rows": list(kept),
+            "episodes": [{name: getattr(e, name) for name in names} for e in kept.values()],
+            "routes": [None if e.routes is None else torch.from_numpy(e.routes) for e in kept.values()],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What `state_dict` gave."""
-        self._waiting = {row: Episode(**found) for row, found in zip(state["rows"], state["episodes"], strict=True)}
+        """What `state_dict` gave, here or (under "replicas") in the workers of another layout."""
+        for part in state.get("replicas", (state,)):
+            for row, found, routes in zip(part["rows"], part["episodes"], part["routes"], strict=True):
+                self._waiting[row] = Episode(**found, routes=None if routes is None else routes.numpy())
 
 
 def of_unfinished_groups(groups: np.ndarray, episodes: Sequence[Episode]) -> np.ndarray:

@@ -94,6 +94,7 @@ def build_workers(config: Config, path: Path, device: str, run_dir: RunDir, gene
     layout = Layout(**config.layout.model_dump())
     shape = models.read_config(path)
     layout.check_model(shape)
+    check_placement(config, generates)
     if not config.has_workers:
         if config.sync.swap != "none":
             raise ConfigError(
@@ -115,6 +116,19 @@ def build_workers(config: Config, path: Path, device: str, run_dir: RunDir, gene
         spans=run_dir.spans.resolve(),
     )
     return Workers(setup, build_carrier(config))
+
+
+def check_placement(config: Config, generates: bool) -> None:
+    """ConfigError for a wish about generators that nothing grants: there are none, or no process to put them in."""
+    apart, layout = config.fleet.placement == "disaggregated", config.rollout.layout
+    if apart and not config.has_workers:
+        raise ConfigError(
+            "fleet.placement is disaggregated, but one process trains and generates",
+            "give layout or rollout.layout more than one rank, or set fleet.placement=colocated",
+        )
+    if not generates and (apart or layout.spread or config.sync.swap != "none"):
+        key = "fleet.placement" if apart else "rollout.layout" if layout.spread else "sync.swap"
+        raise ConfigError(f"{key} is set, but algorithm {config.algorithm.name} generates nothing", "remove it")
 
 
 def build_carrier(config: Config) -> Carrier:

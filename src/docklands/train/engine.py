@@ -24,7 +24,7 @@ from docklands.core.fields import LOSS_MASK
 from docklands.core.loss import Denominators, LossResult, ModelOutput
 from docklands.core.stage import Learner
 from docklands.errors import NonFinite, TrainError
-from docklands.kernels.logprob import CHUNK_ELEMENTS, KEPT_BYTES
+from docklands.kernels.logprob import CHUNK_ELEMENTS, KEPT_BYTES, Held
 from docklands.kernels.prefix_attention import PrefixAttention
 from docklands.models import CausalLM, ValueModel
 from docklands.obs.metrics import Metrics
@@ -131,7 +131,7 @@ class TrainEngine:
             layout.target.to(device),
             temperature=self.temperature,
             entropy=entropy,
-            **self._logits(len(source)),
+            held=self._logits(len(source)),
         )
         logprobs, entropies = found if isinstance(found, tuple) else (found, None)
         entropy_T = None if entropies is None else spread(entropies, layout, tokens)
@@ -144,12 +144,12 @@ class TrainEngine:
         out = self.model(layout.token_ids_S.to(device), layout.positions_S.to(device), attend, routes=routes)
         return self.routers.attach(out, routes, layout.rows_S)
 
-    def _logits(self, states: int) -> dict[str, int]:
-        """(chunk, keep) of kernels.sampled_logprob: never more logits at once than logprob_chunk_tokens tokens have."""
+    def _logits(self, states: int) -> Held:
+        """Never more logits at once than logprob_chunk_tokens tokens have."""
         most = self.section.logprob_chunk_tokens * self.model.config.vocab_size
         chunk = max(1, min(CHUNK_ELEMENTS, most) // max(1, states))
         itemsize = getattr(torch, self.section.dtype).itemsize
-        return {"chunk": chunk, "keep": min(KEPT_BYTES, max(0, most - chunk * states) * itemsize)}
+        return Held(chunk, min(KEPT_BYTES, max(0, most - chunk * states) * itemsize))
 
     # --- training ---------------------------------------------------------------------------------------------
 

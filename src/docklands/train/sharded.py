@@ -172,14 +172,14 @@ class ShardedEngine(TrainEngine):
 
     def _logprobs(self, hidden_UD: Tensor, share: Share, entropy: bool) -> Any:
         assert isinstance(self.model, CausalLM)
-        weight, sizes = self.model.head_weight, self._logits(len(hidden_UD))
+        weight, held = self.model.head_weight, self._logits(len(hidden_UD))
         if self.mesh.tp is None:
             return sampled_logprob(
-                hidden_UD, weight, share.target_U, temperature=self.temperature, entropy=entropy, **sizes
+                hidden_UD, weight, share.target_U, temperature=self.temperature, entropy=entropy, held=held
             )
         name = "embed.weight" if self.model.head is None else "head.weight"
         first_row = self.sharded.slots[name].cuts[0].pieces(self.mesh.tp.rank)[0].start
-        part = VocabularyPart(self.mesh.tp.pg, first_row, **sizes)
+        part = VocabularyPart(self.mesh.tp.pg, first_row, held)
         return sampled_logprob_parallel(
             hidden_UD, weight, share.target_U, part, temperature=self.temperature, entropy=entropy
         )

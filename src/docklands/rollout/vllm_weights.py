@@ -1,0 +1,97 @@
+"""New weights into a running vLLM model, in place: our fused parameters are copied to where vLLM keeps the same ones.
+
+Both sides stack q, k, v and gate, up by rows in the same order, so a parameter of ours is one tensor of vLLM's, and its
+name follows from the Hugging Face names of our parameter table and from the fusions that the vLLM model declares
+(`packed_modules_mapping`).
+
+On a CPU vLLM packs each matrix for its kernels and forgets the plain one. There the plain matrix is given back to the
+layer and packed again by the layer's own method. The output head has a packed copy of its own, also where it is tied to
+the embedding: it is packed again too, or it would go on multiplying with the old embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from docklands.errors import MissingWeight, ShapeMismatch
+from docklands.models.params import ParamSpec, ParamTable
+
+
+def vllm_name(spec: ParamSpec, fused: Mapping[str, list[str]]) -> str:
+    """vLLM's name of a parameter. MissingWeight when its parts are not one of the model's fusions.
+
+    fused  vLLM's module -> the Hugging Face modules that it stacks, as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    """
+    if len(spec.hf) == 1:
+        return spec.hf[0].name
+    parents, modules, kinds = zip(*(part.name.rsplit(".", 2) for part in spec.hf))
+    for name, parts in fused.items():
+        if list(modules) == list(parts) and len(set(parents)) == len(set(kinds)) == 1:
+            return f"{parents[0]}.{name}.{kinds[0]}"
+    raise MissingWeight(f"weight {spec.name!r} is {', '.join(modules)} in one, which this vLLM model does not fuse")
+
+
+class InPlace:
+    """Copies weights into one vLLM model; made once, used at every update.
+
+    repack  the layers keep their matrices packed (CPU)
+    """
+
+    def __init__(self, model: Any, table: ParamTable, repack: bool) -> None:
+        self._table, self._repack = table, repack
+        modules = dict(model.named_modules(remove_duplicate=False))
+        fused = getattr(model, "packed_modules_mapping", {})
+        self._places: dict[str, tuple[Any, str]] = {}
+        for spec in table.stored():
+            module, _, kind = vllm_name(spec, fused).rpartition(".")
+            if not isinstance(getattr(modules.get(module), kind, None), Tensor):
+                raise MissingWeight(f"weight {spec.name!r}: this vLLM model has no {module}.{kind}")
+            self._places[spec.name] = modules[module], kind
+        self._head = modules.get("lm_head")
+        self._looked_up = {spec.name for spec in table.stored() if spec.split == "vocab"} - {"head.weight"}
+        self._plain = torch.empty(0)
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy a complete set. MissingWeight names a parameter that did not come, or that the model does not have;
+        ShapeMismatch both shapes. After an error the model holds a mixture.
+        """
+        tied = {spec.name for spec in self._table if spec.tied_to is not None}
+        wanted = dict(self._places)
+        for name, tensor in weights:
+            if name in tied:
+                continue
+            place = wanted.pop(name, None)
+            if place is None:
+                raise MissingWeight(f"weight {name!r} came twice, or the generator does not have it")
+            shape = self._table.by_name(name).shape
+            if tuple(tensor.shape) != shape:
+                raise ShapeMismatch(f"weight {name!r} came as {tuple(tensor.shape)}, the generator holds {shape}")
+            self._put(name, *place, tensor)
+        if wanted:
+            raise MissingWeight(f"{len(wanted)} weights did not come, first {next(iter(wanted))!r}")
+        if self._repack and tied and self._head is not None:
+            _pack(self._head)
+
+    def _put(self, name: str, module: Any, kind: str, tensor: Tensor) -> None:
+        held: Tensor = getattr(module, kind)
+        if held.numel():  # rows beyond ours are vLLM's padding of the vocabulary
+            held.data[: len(tensor)].copy_(tensor)
+        else:
+            setattr(module, kind, nn.Parameter(self._scratch(held, tensor).copy_(tensor), requires_grad=False))
+        if self._repack and kind == "weight" and tensor.ndim == 2 and name not in self._looked_up:
+            _pack(module)
+
+    def _scratch(self, held: Tensor, tensor: Tensor) -> Tensor:
+        """Memory for a plain matrix until it is packed, the same for each: fresh memory costs more than the copy."""
+        if self._plain.numel() < tensor.numel() or self._plain.dtype != held.dtype:
+            self._plain = torch.empty(tensor.numel(), dtype=held.dtype, device=held.device)
+        return self._plain[: tensor.numel()].view(tensor.shape)
+
+
+def _pack(module: Any) -> None:
+    module.quant_method.process_weights_after_loading(module)
