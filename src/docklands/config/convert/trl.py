@@ -244,9 +244,12 @@ MAPPED = (
 )
 
 UNNEEDED = (
-    *drop("one generation engine, native; see docs/howto for vLLM", "use_vllm use_transformers_*"),
     *drop(
-        "one generation engine, native; see docs/howto for vLLM",
+        "generation is native; rollout.engine: vllm runs vLLM in the process, see docs/howto/vllm.md",
+        "use_vllm use_transformers_*",
+    ),
+    *drop(
+        "generation is native; rollout.engine: vllm runs vLLM in the process, see docs/howto/vllm.md",
         "vllm_mode vllm_server_* vllm_group_port vllm_model_impl",
     ),
     *drop("the engine sizes itself: rollout.max_batch", "vllm_gpu_memory_utilization vllm_max_model_len*"),
