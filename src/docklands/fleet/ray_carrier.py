@@ -3,6 +3,10 @@
 A running Ray is joined (fleet.ray_address, RAY_ADDRESS, or the one of this machine); else one is started here and ends
 with the run. Actors belong to the driver: when it dies, however it dies, Ray ends them. Ranks follow the nodes, so that
 neighbouring ranks (tensor groups) share a node. The only place that imports Ray.
+
+All calls of actors are submitted on one thread of the carrier's own. Ray names a call by its thread's place in the
+program and a count; with several submitting threads two calls got one name, and Ray ended the driver (2.60: "Check
+failed: inserted.second" in its task manager).
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ import logging
 import os
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -52,11 +57,15 @@ class Actor:
         self.host.urgent(message)
 
 
+Submit = Callable[..., Any]
+"""(function, *arguments) -> what it gives, on the one thread that submits calls."""
+
+
 class RayLine:
     """An actor."""
 
-    def __init__(self, actor: Any, address: str, pid: int) -> None:
-        self.actor, self.address, self.pid = actor, address, pid
+    def __init__(self, actor: Any, address: str, pid: int, submit: Submit) -> None:
+        self.actor, self.address, self.pid, self.submit = actor, address, pid, submit
         self.answers: Any = None
         self._fate = "died"
 
@@ -65,7 +74,7 @@ class RayLine:
         return f"pid {self.pid} on {self.address}"
 
     def send(self, message: Message) -> None:
-        self.answers = self.actor.answer.options(num_returns="streaming").remote(message)
+        self.answers = self.submit(self.actor.answer.options(num_returns="streaming").remote, message)
 
     def receive(self) -> Any:
         try:
@@ -78,8 +87,8 @@ class RayLine:
         return found
 
     def urgent(self, message: Message) -> None:
-        with contextlib.suppress(RayError):
-            self.actor.urgent.remote(message)
+        with contextlib.suppress(RayError, WorkerLost):
+            self.submit(self.actor.urgent.remote, message)
 
     def fate(self) -> str:
         return self._fate
@@ -94,7 +103,7 @@ class RayLine:
     def close(self) -> None:
         """Until the process has gone, so that its device is free."""
         with contextlib.suppress(RayError):
-            ray.wait([self.actor.place.remote()], timeout=STOP_S)
+            ray.wait([self.submit(self.actor.place.remote)], timeout=STOP_S)
 
 
 class RayCarrier:
@@ -111,9 +120,19 @@ class RayCarrier:
         self._group: Any = None
         self._reaper: subprocess.Popen[bytes] | None = None
         self._joined = ""
+        self._thread: ThreadPoolExecutor | None = None
 
     def start(self, setup: Setup, deadline_s: float) -> list[Any]:
         """See Carrier."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray-calls")
+        return self._submit(self._start, setup, deadline_s)
+
+    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if self._thread is None:
+            raise WorkerLost("the workers have been ended")
+        return self._thread.submit(function, *arguments).result()
+
+    def _start(self, setup: Setup, deadline_s: float) -> list[Any]:
         number = setup.world_size
         before = descendants()
         self._joined = join(self.address, number)
@@ -147,7 +166,7 @@ class RayCarrier:
         lines = []
         for rank, ((_, address, pid), actor) in enumerate(seated):
             actor.begin.remote(setup, Seat(rank, 0, address))  # Ray shows an actor only the device that it was given
-            lines.append(RayLine(actor, address, pid))
+            lines.append(RayLine(actor, address, pid, self._submit))
         if self._joined == "started":
             self._reaper = reaper([pid for pid in descendants() if pid not in before])
         return lines
@@ -167,6 +186,9 @@ class RayCarrier:
         if self._joined:
             ray.shutdown()
         self._joined = ""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+            self._thread = None
         if self._reaper is not None:
             self._reaper.kill()
             self._reaper.communicate()
