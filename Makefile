@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 STAMPS := $(VENV)/stamps
-WORKERS ?= -n 2 --dist loadgroup
+WORKERS ?= -n 2 --dist loadgroup --max-worker-restart 0
 
 .PHONY: quickstart test test-fast test-vllm chaos browser check format docs bench clean help install dev
 
