@@ -5,8 +5,10 @@
 log-probs. A rollout puts chunks of 64 rows; ref and reward read the tokens and write back; the actor reads every column
 in micro-batches of 32. Our side is the product as it is: rows are admitted, taken, acknowledged and retired through the
 control process, warehouses and control authenticate their clients, readers borrow views of shared memory under a lease,
-and the four stages stream, each a task of one event loop. The peers' clients block, so there the same calls are made
-one after the other; `--sequential` drives our side so too, and `--copy` has its readers take copies.
+where a take has said that they lie, and the four stages stream, each a task of one event loop, with one take ahead and
+two acknowledgements under way. The peers' clients block, so there the same calls are made one after the other, on the
+same batches: puts of 64 rows, reads and writes of 64 by ref and reward, reads of 32 by the actor. `--sequential` drives
+our side so too, and `--copy` has its readers take copies.
 
 Each side is a process of its own, with its servers below it; sides take turns, a run of the flow each (A B C A B C).
 Wall time is the side's; CPU time is that of its whole process tree. The first run checks every byte and is left out.

@@ -151,8 +151,10 @@ class Lap:
             await self.produce(start)
 
     async def worker(self, stage: Stage, name: str) -> None:
-        async for rows in self.stream(stage, groups=self.groups):
-            await self.answer(stage, name, rows)
+        async with self.ours.dock(stage).completions() as done:
+            async for rows in self.stream(stage, groups=self.groups):
+                await self.read(stage, rows, (TOKENS,))
+                await done.add(rows, self.made(rows, name))
 
     async def actor(self) -> None:
         async for rows in self.stream(UPDATE):

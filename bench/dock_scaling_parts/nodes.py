@@ -43,6 +43,9 @@ class Nodes:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for port in self._ports:  # with its other end; a namespace lets go of that only some time after its own end
+            with contextlib.suppress(NoNodes):
+                command("ip", "link", "del", port)
         for name in self._names:
             with contextlib.suppress(NoNodes):
                 command("ip", "netns", "del", name)

@@ -91,7 +91,8 @@ class Wire:
 
     async def start(self) -> Peer:
         self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
-        return Peer(f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}", self._key)
+        port = self._server.sockets[0].getsockname()[1]
+        return Peer(f"tcp://127.0.0.1:{port}", self._key, near=False)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not self.whole:

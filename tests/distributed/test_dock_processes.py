@@ -16,6 +16,7 @@ import pytest
 
 from docklands.core.protocols import Outcome
 from docklands.dock.launch import Launcher, Program
+from docklands.dock.warehouse import messages as m
 from docklands.dock.warehouse.arena import SHM
 from docklands.errors import ConfigError, DockClosed, DockError, RowGone, TakeTimeout, UnknownField, WorkerLost
 from tests.dock_parts import (
@@ -35,7 +36,7 @@ from tests.dock_parts import (
     step,
     written,
 )
-from tests.dock_processes import client, flow, launcher, stats_at_rest
+from tests.dock_processes import client, flow, launcher, stats_at_rest, values_of
 
 
 @pytest.fixture
@@ -267,3 +268,64 @@ def test_a_program_that_does_not_start_says_why(tmp_path: Path) -> None:
     assert child.wait(20.0) == 2
     with pytest.raises(ConfigError, match="durability 'raid'"):
         Launcher(PLAIN, options(1), tmp_path, durability="raid")  # type: ignore[arg-type]
+
+
+def test_rows_of_this_node_are_read_without_a_word_to_their_warehouse(two: Launcher) -> None:
+    """Once a client has mapped the shared memory, its takes say where rows lie; what it reads there is counted, too."""
+
+    async def asked(dock) -> int:
+        return sum([(await dock.warehouses.ask(place, m.Stats())).values.get("gets", 0) for place in (0, 1)])
+
+    async def main() -> None:
+        async with client(two) as dock, client(two, "other") as other:
+            await dock.admit(group(0))
+            await dock.admit(group(1))
+            rows = await dock.take(ROLLOUT)
+            await dock.complete(rows, written(ROLLOUT, rows.row_ids))
+            ref = await dock.take(REF)
+            half = ref.select(np.arange(2, 7))  # of both warehouses
+            fetched, borrowed = await dock.fetch(half, REF.reads), await dock.borrow(half, REF.reads)
+            right = values_of(written(ROLLOUT, half.row_ids), REF.reads[0])
+            assert values_of(fetched, REF.reads[0]) == values_of(borrowed.batch, REF.reads[0]) == right
+            borrowed.check()
+            assert await asked(dock) == 0
+            mixed = ref.select(np.array([5, 1]))  # not as they lie: their warehouses are asked
+            again = await dock.fetch(mixed, REF.reads)
+            assert values_of(again, REF.reads[0]) == values_of(written(ROLLOUT, again.row_ids), REF.reads[0])
+            assert await asked(dock) == 2
+            other_batch = await other.fetch(ref, REF.reads)  # who has not taken them asks, too
+            assert values_of(other_batch, REF.reads[0]) == values_of(written(ROLLOUT, ref.row_ids), REF.reads[0])
+            assert await asked(dock) == 4
+            await dock.complete(ref, written(REF, ref.row_ids))
+            stats = await dock.stats()
+            tokens = sum(1 + row % 5 for row in half.row_ids.tolist())
+            assert stats["dock/ref/fetches"] == 4 + 2 * 2
+            ask = sum(1 + row % 5 for row in [*again.row_ids.tolist(), *ref.row_ids.tolist()])
+            assert stats["dock/ref/bytes_out"] == 4 * (2 * tokens + ask)
+            assert not dock._nearby.get(("ref", ref.lease))
+
+    run(main())
+
+
+def test_completions_are_under_way_together_and_their_errors_come_out(two: Launcher) -> None:
+    async def main() -> None:
+        async with client(two) as dock:
+            for index in range(4):
+                await dock.admit(group(index))
+            rows = await dock.take(ROLLOUT, groups=4)
+            await dock.complete(rows, written(ROLLOUT, rows.row_ids))
+            parts = [await dock.take(REF, groups=1) for _ in range(4)]
+            async with dock.completions(2) as done:
+                for part in parts[:3]:
+                    await done.add(part, written(REF, part.row_ids))
+                    assert len(done._tasks) <= 2
+            assert not done._tasks
+            counts = await dock.stats()
+            assert counts["dock/ref/puts"] == 3
+            with pytest.raises(DockError, match="names a row twice"):
+                async with dock.completions() as done:
+                    twice = np.concatenate([parts[3].row_ids, parts[3].row_ids])
+                    await done.add(parts[3], written(REF, twice))
+            await dock.complete(parts[3], written(REF, parts[3].row_ids))  # nothing has come of it
+
+    run(main())

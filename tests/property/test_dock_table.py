@@ -52,7 +52,7 @@ def test_a_roster_keeps_groups_side_by_side_and_reuses_its_blocks(events, size) 
     for what, group in events:
         if what < 2 and group not in model:
             row_ids = np.arange(group * size, group * size + 1 + order % size)
-            slots = roster.enter(row_ids, group, order, group % 3)
+            slots = roster.enter(row_ids[None], [group], [order], [group % 3])[0]
             assert (np.diff(slots) == 1).all()
             model[group] = (order, row_ids.tolist())
             order += 1

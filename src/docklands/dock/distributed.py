@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from docklands.core.batch import Batch
@@ -20,23 +21,21 @@ from docklands.core.fields import Field
 from docklands.core.graph import Graph, rows_text
 from docklands.core.protocols import Outcome, Rows
 from docklands.core.stage import Stage
-from docklands.dock.admissions import Admissions, Kept
+from docklands.dock.admissions import Kept
 from docklands.dock.control import messages as c
-from docklands.dock.control.client import ControlClient
+from docklands.dock.control.client import Call, ControlClient
 from docklands.dock.exchange import partial_write, partial_writes
 from docklands.dock.look import DockAddress
-from docklands.dock.rules.flow import Flow, verdict
+from docklands.dock.readings import Readings
+from docklands.dock.rules.flow import Flow
 from docklands.dock.rules.options import DockOptions
 from docklands.dock.rules.table import unique_ids
-from docklands.dock.warehouse.calls import Borrowed
 from docklands.dock.warehouse.client import AsyncWarehouseClient, ClientOptions
-from docklands.errors import DockClosed, DockError, RowGone, UnknownField, WarehouseLost
-
-REMEMBERED = 1 << 17
-"""Rows whose places a client remembers at most; others it asks for."""
+from docklands.dock.warehouse.nearby import Nearby
+from docklands.errors import DockClosed, DockError, RowGone
 
 
-class DistributedDock(Admissions):
+class DistributedDock(Readings):
     """A client of one dock, in one event loop. Use it as `async with DistributedDock(...) as dock`.
 
     address  None: known only when it is opened (hosted.py)
@@ -52,6 +51,9 @@ class DistributedDock(Admissions):
         self.ignored_puts = 0
         self._known, self._name, self._lost_s = address, name, lost_s
         self._places: dict[int, int] = {}
+        self._taken: dict[tuple[str, int], Rows] = {}
+        self._nearby: dict[tuple[str, int], Nearby] = {}
+        self._read_here: dict[tuple[str, int], tuple[int, int]] = {}
         self._checked: dict[tuple[Field[Any], ...], str] = {}
         self._prompts: dict[int, Kept] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,9 +95,12 @@ class DistributedDock(Admissions):
         ranks: int = 0,
     ) -> Rows:
         """See Dock.take. The wait is at the control process: one message out, one back."""
-        call = c.Take(stage.name, groups or 0, max_tokens or 0, rank, ranks)
-        rows = await self.control.take(call, self.options.wait_s)
-        self._remember(rows.row_ids, rows.places)
+        call = c.Take(stage.name, groups or 0, max_tokens or 0, rank, ranks, homes=self.warehouses.local)
+        rows, homes = await self.control.take(call, self.options.wait_s)
+        if rows.lease:
+            self._taken[rows.stage, rows.lease] = rows
+            if homes:
+                self._nearby[rows.stage, rows.lease] = Nearby(rows, homes)
         return rows
 
     async def stream(self, stage: Stage, ahead: int = 0, **want: Any) -> AsyncIterator[Rows]:
@@ -114,36 +119,6 @@ class DistributedDock(Admissions):
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
-
-    async def fetch(self, rows: Rows, fields: Sequence[Field[Any]]) -> Batch:
-        """See Dock.fetch. Raises WarehouseLost when a warehouse is away for too long, or came back without the rows."""
-        return await self._read(rows, fields, self.warehouses.get)
-
-    async def borrow(self, rows: Rows, fields: Sequence[Field[Any]]) -> Borrowed:
-        """As `fetch`, without a copy where the warehouse is on this machine: a view of its memory.
-
-        The bytes are those of the rows until the rows leave the flow, which they do not while the lease lasts. Call
-        `check` after use: it raises RowGone if they left all the same, and what was made of them is void.
-        """
-        return await self._read(rows, fields, self.warehouses.borrow)
-
-    async def _read(self, rows: Rows, fields: Sequence[Field[Any]], call: Callable[..., Awaitable[Any]]) -> Any:
-        for field in fields:
-            self.flow.check_field(field)
-        self._remember(rows.row_ids, rows.places)
-        try:
-            return await call(rows.row_ids, rows.places, tuple(fields), rows.stage)
-        except (UnknownField, RowGone) as error:
-            if rows.lease and self._given(rows.stage, fields):
-                raise WarehouseLost(
-                    f"stage {rows.stage!r} cannot read its rows: {error.message}",
-                    "their warehouse has lost them, or they have left meanwhile: give them back",
-                ) from None
-            if isinstance(error, RowGone):
-                raise
-            column = next((f.name for f in fields if f" {f.name} " in error.message), "")
-            writer = self.flow.writer.get(column, "prompts")
-            raise UnknownField(error.message, f"the stage {writer!r} writes it") from None
 
     async def put(self, batch: Batch) -> None:
         """See Dock.put. Rows that left under their reader's hands are passed over and counted."""
@@ -169,11 +144,10 @@ class DistributedDock(Admissions):
 
     async def finish(self, rows: Rows, outcome: Outcome) -> None:
         """See Dock.finish. The control process waits for the notices of what was put."""
-        reasons = {int(row): str(reason) for row, reason in outcome.dropped.items()}
-        done, later = rows.split(outcome.later)
+        done, later = rows.split(outcome.later) if outcome.later else (rows, ())
         if len(done) or not len(later):
-            await self._end(done, c.Finish(rows.stage, rows.lease, reasons))
-        if len(later):
+            await self._end(done, c.Finish(rows.stage, rows.lease, reasons(outcome)))
+        if isinstance(later, Rows) and len(later):
             await self.give_back(later)
 
     async def complete(self, rows: Rows, batch: Batch, outcome: Outcome | None = None) -> None:
@@ -183,18 +157,26 @@ class DistributedDock(Admissions):
         under way at once. Raises what the two raise; the rows are not finished when the put has failed.
         """
         outcome = outcome or Outcome()
-        finish = asyncio.ensure_future(self.finish(rows, outcome))
+        same = batch.row_ids is rows.row_ids or np.array_equal(batch.row_ids, rows.row_ids)
+        places = rows.places if same else None
+        if outcome.later or not len(rows):
+            await self._write(batch, places)
+            return await self.finish(rows, outcome)
+        message = c.Finish(rows.stage, rows.lease, reasons(outcome))
+        said = self._say_end(rows, message)
         try:
-            same = batch.row_ids is rows.row_ids or np.array_equal(batch.row_ids, rows.row_ids)
-            await self._write(batch, rows.places if same else None)
+            await self._write(batch, places)
         except BaseException:
-            finish.cancel()
-            await asyncio.gather(finish, return_exceptions=True)
+            self.control.unsay(said)
             raise
         try:
-            await finish
+            await self._end(rows, message, said)
         except DockError:  # the put has waited for room longer than an acknowledgement waits for its columns
             await self.finish(rows, outcome)
+
+    def completions(self, most: int = 2) -> Completions:
+        """For `complete` calls that are not waited for one by one: `async with dock.completions() as done`."""
+        return Completions(self, most)
 
     async def drop(self, rows: Rows, reason: str) -> None:
         """See Dock.drop."""
@@ -206,8 +188,10 @@ class DistributedDock(Admissions):
 
     async def give_back(self, rows: Rows) -> None:
         """A reader cannot go on (its warehouse was lost): the rows of its lease are free for another one at once."""
-        self.control.leases.pop((rows.stage, rows.lease), None)
-        await self._call(c.GiveBack(rows.stage, rows.lease))
+        held = rows.stage, rows.lease
+        self.control.leases.pop(held, None)
+        self._let_go(held)
+        await self._call(c.GiveBack(*held, self._read_here.pop(held, (0, 0))))
 
     async def close(self) -> None:
         """See Dock.close. Warehouses and control process stay until their launcher stops them."""
@@ -226,28 +210,31 @@ class DistributedDock(Admissions):
             self._checked[fields] = next(writers, "")
         return self._checked[fields]
 
-    def _given(self, stage: str, fields: Sequence[Field[Any]]) -> bool:
-        """Rows that were handed out to a stage had these columns: stages that it waits for wrote them."""
-        known, todo = set(self.flow.sources), [stage] if stage in self.flow.stages else []
-        while todo:
-            writers = {
-                self.flow.writer[name] for name in set(self.flow.reads[todo.pop()]) - known if name in self.flow.writer
-            }
-            known |= {name for writer in writers for name in (*self.flow.writes[writer], verdict(writer))}
-            todo += writers
-        return all(field.name in known for field in fields)
+    def _say_end(self, rows: Rows, message: Any) -> Call:
+        """Begin to acknowledge. Rows are named if they are not all of their lease."""
+        held = rows.stage, rows.lease
+        ids = [np.ascontiguousarray(rows.row_ids).data]
+        whole = rows.lease and self.control.leases.get(held, 0) == len(rows)
+        read = self._read_here.pop(held, None)
+        if read is not None:
+            message = msgspec.structs.replace(message, read=read)
+        return self.control.say(message, [] if whole else ids)
 
-    async def _end(self, rows: Rows, message: Any) -> None:
-        ids, held = [np.ascontiguousarray(rows.row_ids).data], (rows.stage, rows.lease)
+    async def _end(self, rows: Rows, message: Any, said: Call | None = None) -> None:
+        """Acknowledge rows; said: what has been said already."""
+        held = rows.stage, rows.lease
         left = self.control.leases.get(held, 0) - len(rows)
         try:
-            reply, _ = await self._call(message, ids if left or not rows.lease else [])
+            said = said or self._say_end(rows, message)
+            reply, _ = await self.control.answer(said, self.options.wait_s + self._lost_s)
             if not reply.value:  # the lease has ended meanwhile
-                await self._call(message, ids)
+                await self._call(message, [np.ascontiguousarray(rows.row_ids).data])
         finally:
             self.control.leases.pop(held, None)
             if left > 0:
                 self.control.leases[held] = left
+            else:
+                self._let_go(held)
         if not isinstance(message, c.Finish):
             self._forget(rows.row_ids)
 
@@ -256,6 +243,9 @@ class DistributedDock(Admissions):
 
         Raises RowGone for others that are not in the dock.
         """
+        while self._taken:  # most takes are never asked about: their rows are noted one by one only now
+            _, rows = self._taken.popitem()
+            self._remember(rows.row_ids, rows.places)
         found = np.array([self._places.get(row, -2) for row in row_ids.tolist()], np.int64)
         if (found >= 0).all():
             return found
@@ -269,11 +259,44 @@ class DistributedDock(Admissions):
         self._remember(row_ids[found >= 0], found[found >= 0])
         return found
 
-    def _remember(self, row_ids: np.ndarray, places: np.ndarray) -> None:
-        self._places.update(zip(row_ids.tolist(), places.tolist()))
-        while len(self._places) > REMEMBERED:
-            del self._places[next(iter(self._places))]
+    def _let_go(self, held: tuple[str, int]) -> None:
+        """A lease has ended."""
+        self._taken.pop(held, None)
+        self._nearby.pop(held, None)
 
     def _forget(self, row_ids: np.ndarray) -> None:
         for row in row_ids.tolist():
             self._places.pop(row, None)
+
+
+class Completions:
+    """Calls of `complete` under way, at most so many; the next one waits for the oldest. An error of one is raised by a
+    later call, or at the end, which waits for all.
+    """
+
+    def __init__(self, dock: DistributedDock, most: int) -> None:
+        self._dock, self._most = dock, most
+        self._tasks: deque[asyncio.Task[None]] = deque()
+
+    async def __aenter__(self) -> Completions:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            while self._tasks and kind is None:
+                await self._tasks.popleft()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def add(self, rows: Rows, batch: Batch, outcome: Outcome | None = None) -> None:
+        """See DistributedDock.complete."""
+        self._tasks.append(asyncio.ensure_future(self._dock.complete(rows, batch, outcome)))
+        while len(self._tasks) > self._most:
+            await self._tasks.popleft()
+
+
+def reasons(outcome: Outcome) -> dict[int, str]:
+    """Dropped rows as an acknowledgement names them."""
+    return {int(row): str(reason) for row, reason in outcome.dropped.items()}

@@ -91,8 +91,5 @@ class LocalStores:
             order = np.concatenate([np.nonzero(places == place)[0] for place in at])
             columns = {field: join([part[field] for part, _ in parts]) for field in fields}
             batch = Batch(row_ids[order], columns).select(np.argsort(order))
-        traffic = [self.counters.total, *([self.counters.stages[stage]] if stage in self.counters.stages else [])]
-        for count in traffic:
-            count.fetches += 1
-            count.bytes_out += nbytes
+        self.counters.read(stage, 1, nbytes)
         return batch

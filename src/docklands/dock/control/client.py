@@ -21,7 +21,8 @@ from docklands.core.protocols import Rows
 from docklands.dock.control import messages as c
 from docklands.dock.warehouse.messages import Failure
 from docklands.dock.wire.format import CALL, PUSH, REPLY, Buffer
-from docklands.dock.wire.net import DOWN, REFUSED, UP, Connection, Context, Keys, Peer
+from docklands.dock.wire.lines import connect
+from docklands.dock.wire.net import DOWN, REFUSED, UP, Context, Keys, Peer
 from docklands.errors import ControlLost, DockClosed, DockError, DocklandsError, TakeTimeout, WireError
 
 Answer = tuple[Any, list[memoryview]]
@@ -31,6 +32,7 @@ Answer = tuple[Any, list[memoryview]]
 class Call:
     """What has been said and not been answered."""
 
+    number: int
     message: msgspec.Struct
     frames: Sequence[Buffer]
     future: asyncio.Future[Answer]
@@ -60,13 +62,14 @@ class ControlClient:
         self.bad_messages = 0
         self._groups, self._on_push = groups, on_push
         self._loop = asyncio.get_running_loop()
-        self._line = Connection(Context.hold(), peer, keys)
+        self._line = connect(Context.hold(), peer, keys)
         self._calls: dict[int, Call] = {}
         self._number = 0
         self._ups = 0
         self._closed = self._looking = False
-        self._loop.add_reader(self._line.socket.fileno(), self._readable)
-        self._loop.add_reader(self._line.monitor.fileno(), self._changed)
+        data, news = self._line.filenos
+        self._loop.add_reader(data, self._readable)
+        self._loop.add_reader(news, self._changed)
         self._changed()  # ZeroMQ signals a descriptor only after somebody has found it empty
         self._watch()
 
@@ -75,24 +78,35 @@ class ControlClient:
 
         Raises what the control process raised, TakeTimeout at the deadline, ControlLost, DockClosed after `close`.
         """
+        return await self.answer(self.say(message, frames), deadline_s)
+
+    def say(self, message: msgspec.Struct, frames: Sequence[Buffer] = ()) -> Call:
+        """Say something; `answer` must be awaited, or `unsay` called. Raises DockClosed after `close`."""
         if self._closed:
             raise DockClosed("the client of the control process has been closed")
         self._changed()
         self._number += 1
-        number = self._number
-        call = self._calls[number] = Call(message, frames, self._loop.create_future())
+        call = self._calls[self._number] = Call(self._number, message, frames, self._loop.create_future())
         if self._line.state == UP:
-            self._say(number, call)
+            self._say(call)
+        return call
+
+    async def answer(self, call: Call, deadline_s: float = 60.0) -> Answer:
+        """See `call`."""
         timer = self._loop.call_later(deadline_s, self._late, call, deadline_s)
         try:
             reply, buffers = await call.future
         finally:
             timer.cancel()
-            self._calls.pop(number, None)
+            self.unsay(call)
             del call  # its error holds this frame: a circle that would keep the client's sockets
         if isinstance(reply, Failure):
             raise error_of(reply)
         return reply, buffers
+
+    def unsay(self, call: Call) -> None:
+        """Nobody waits for the answer any more."""
+        self._calls.pop(call.number, None)
 
     def _late(self, call: Call, deadline_s: float) -> None:
         if not call.future.done():
@@ -100,10 +114,10 @@ class ControlClient:
             said = f"no answer to {what} within {deadline_s:g} s from the control process at {where}"
             call.future.set_exception(TakeTimeout(said, "it is busy, or the network between is cut"))
 
-    async def take(self, message: c.Take, wait_s: float) -> Rows:
-        """Rows under a lease, which this client then holds."""
+    async def take(self, message: c.Take, wait_s: float) -> tuple[Rows, dict[str, list[int]]]:
+        """Rows under a lease, which this client then holds; and their homes, see Taken."""
         reply, frames = await self.call(message, deadline_s=wait_s + self.lost_s)
-        return c.rows_from(reply, frames)
+        return c.rows_from(reply, frames), reply.homes
 
     def join(self) -> None:
         """Say again who is here: the groups that it can admit have changed. Before the first line: that says it too."""
@@ -115,27 +129,34 @@ class ControlClient:
         if self._closed:
             return
         self._closed = True
-        self._loop.remove_reader(self._line.socket.fileno())
-        self._loop.remove_reader(self._line.monitor.fileno())
+        for descriptor in self._line.filenos:
+            self._loop.remove_reader(descriptor)
         self._fail(DockClosed("the client of the control process has been closed"))
+        self._line.flush()
         self._line.close()
         Context.let_go()
 
     # --- the line ----------------------------------------------------------------------------------------------
 
-    def _say(self, number: int, call: Call) -> None:
-        self._send(number, call.message, call.frames)
+    def _say(self, call: Call) -> None:
+        self._send(call.number, call.message, call.frames)
 
     def _send(self, number: int, message: msgspec.Struct, frames: Sequence[Buffer] = ()) -> None:
-        """Sending may use up the descriptor's edge: look afterwards, once for all, whether something has come."""
-        self._line.send([c.CALLS.pack(CALL, number, message), *frames])
+        """What is said in one round of the loop, and by the tasks that it has begun, leaves together."""
+        self._line.post([c.CALLS.pack(CALL, number, message), *frames])
         if not self._looking:
             self._looking = True
-            self._loop.call_soon(self._readable)
+            self._loop.call_soon(self._loop.call_soon, self._flush)
+
+    def _flush(self) -> None:
+        """Sending may use up the descriptor's edge: look afterwards, once for all, whether something has come."""
+        self._looking = False
+        if not self._closed:
+            self._line.flush()
+            self._readable()
 
     def _readable(self) -> None:
         """Give out what has come. ZeroMQ's descriptor tells of changes only, so read until there is nothing."""
-        self._looking = False
         for frames in self._line.receive() if not self._closed else ():
             try:
                 kind, number, message = c.REPLIES.unpack(frames[0] if frames else b"")
@@ -166,8 +187,8 @@ class ControlClient:
         if self._line.state == UP and self._ups != self._line.ups:
             self._ups = self._line.ups
             self.join()
-            for number, call in self._calls.items():
-                self._say(number, call)
+            for call in self._calls.values():
+                self._say(call)
         elif self._line.state == REFUSED:
             self._fail(
                 ControlLost(
@@ -209,12 +230,15 @@ def ask_once(peer: Peer, keys: Keys | None, message: msgspec.Struct, deadline_s:
     Raises what the control process raised, and ControlLost when it does not answer in time.
     """
     context = zmq.Context()
-    line = Connection(context, peer, keys)
+    line = connect(context, peer, keys)
+    poller = zmq.Poller()
+    for handle in line.handles:
+        poller.register(handle, zmq.POLLIN)
     try:
         line.send([c.CALLS.pack(CALL, 1, message)])
         end = time.monotonic() + deadline_s
         while (left := end - time.monotonic()) > 0 and line.state != REFUSED:
-            line.socket.poll(min(left, 0.5) * 1000)
+            poller.poll(int(min(left, 0.5) * 1000))
             line.look()
             for frames in line.receive():
                 kind, number, reply = c.REPLIES.unpack(frames[0])

@@ -168,6 +168,8 @@ class Desk(Clients):
 
     def _answer(self, client: bytes, number: int, message: Any, frames: Sequence[Buffer]) -> Reply | None:
         control = self.control
+        if (read := getattr(message, "read", (0, 0))) > (0, 0):
+            control.counters.read(message.stage, *read)
         match message:
             case c.Take():
                 return self._take(client, number, message)
@@ -262,7 +264,10 @@ class Desk(Clients):
         def attempt() -> Reply | None:
             self.control.raise_failure()
             rows = self.control.look_take(stage.name, want, self.clock(), client.hex())
-            return None if rows is None else (c.Taken(stage.name, rows.lease, len(rows)), [c.rows_frame(rows)])
+            if rows is None:
+                return None
+            homes = self.control.homes(rows) if message.homes and rows.lease else {}
+            return c.Taken(stage.name, rows.lease, len(rows), homes), [c.rows_frame(rows)]
 
         self.expire()
         why = partial(explain.why_take, self.control, stage, want)
@@ -284,11 +289,12 @@ class Desk(Clients):
         """
         if rows is None:
             return c.Yes(False), []
+        dropped = self.control.still_leased(rows, message.dropped)
 
         def attempt(last: bool = False) -> Reply | None:
-            if not last and self.control.lacks_columns(rows, message.dropped):
+            if not last and self.control.lacks_columns(rows, dropped):
                 return None
-            self.control.finish(rows, message.dropped)
+            self.control.finish(rows, dropped)
             self.control.raise_failure()
             return c.Yes(), []
 

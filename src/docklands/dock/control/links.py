@@ -27,7 +27,8 @@ from docklands.dock.warehouse import messages as m
 from docklands.dock.warehouse.arena import start_ticks
 from docklands.dock.warehouse.notices import notices_from
 from docklands.dock.wire.format import CALL, PUSH, Buffer, int64s
-from docklands.dock.wire.net import UP, Connection, Keys, Peer
+from docklands.dock.wire.lines import Line, connect
+from docklands.dock.wire.net import UP, Keys, Peer
 from docklands.errors import WireError
 
 log = logging.getLogger("docklands.dock.rules.control")
@@ -51,7 +52,7 @@ class Link:
     held  notices that came before the inventory; None once it is there
     """
 
-    line: Connection
+    line: Line
     ups: int = 0
     pid: int = 0
     told: int = 0
@@ -69,16 +70,16 @@ class Links:
         self._losses = desk.epoch << 32  # an answer to an earlier process counts for nothing
         self._context = zmq.Context()
         peers = [Peer(w.endpoint, w.public_key) for w in warehouses]
-        self.links = [Link(Connection(self._context, peer, keys), rebuilt=rebuilt) for peer in peers]
+        self.links = [Link(connect(self._context, peer, keys), rebuilt=rebuilt) for peer in peers]
 
     @property
-    def sockets(self) -> list[zmq.Socket]:
-        return [socket for link in self.links for socket in (link.line.socket, link.line.monitor)]
+    def handles(self) -> list[Any]:
+        return [handle for link in self.links for handle in link.line.handles]
 
     def read(self, ready: Container[Any]) -> None:
         """Take in what the warehouses say. ready: sockets that have something."""
         for place, link in enumerate(self.links):
-            if link.line.socket not in ready and link.line.monitor not in ready:
+            if not any(handle in ready for handle in link.line.handles):
                 continue
             if link.line.look() and link.line.state != UP:
                 log.warning("dock: the line to warehouse %d at %s is down", place, link.line.peer.endpoint)
@@ -98,16 +99,16 @@ class Links:
                 except WireError as error:
                     log.warning("dock: a bad message from warehouse %d: %s", place, error)
 
-    def move(self, place: int, warehouse: Warehouse) -> tuple[list[zmq.Socket], list[zmq.Socket]]:
-        """The rows of a place are served elsewhere from now on: (old sockets, new ones), none if they are already."""
+    def move(self, place: int, warehouse: Warehouse) -> tuple[Line, Line] | None:
+        """The rows of a place are served elsewhere from now on: (old line, new one); None if they are already."""
         link = self.links[place]
         peer = Peer(warehouse.endpoint, warehouse.public_key)
         if link.line.peer == peer:
-            return [], []
+            return None
         log.warning("dock: the rows of warehouse %d are served at %s from now on", place, peer.endpoint)
         old = link.line
-        link.line, link.ups, link.held = Connection(self._context, peer, self._keys), 0, []
-        return [old.socket, old.monitor], [link.line.socket, link.line.monitor]
+        link.line, link.ups, link.held = connect(self._context, peer, self._keys), 0, []
+        return old, link.line
 
     def addresses(self) -> list[Any]:
         """Where the warehouses are, to be pushed to a client."""

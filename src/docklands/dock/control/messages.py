@@ -54,7 +54,10 @@ class Admit(Message, tag=66):
 
 
 class Take(Message, tag=67):
-    """Lease a stage's next rows; see Dock.take. groups 0: the default; max_tokens 0: no cap; wait_s 0: the options'."""
+    """Lease a stage's next rows; see Dock.take. groups 0: the default; max_tokens 0: no cap; wait_s 0: the options'.
+
+    homes  say also where the rows lie in shared memory
+    """
 
     stage: str
     groups: int = 0
@@ -62,14 +65,19 @@ class Take(Message, tag=67):
     rank: int = 0
     ranks: int = 0
     wait_s: float = 0.0
+    homes: bool = False
 
 
 class Finish(Message, tag=68):
-    """*rows*: acknowledge a lease, once the warehouses have told of their columns. dropped: row id -> reason."""
+    """*rows*: acknowledge a lease, once the warehouses have told of their columns. dropped: row id -> reason.
+
+    read  here and below: fetches, and their bytes, that no warehouse has seen (warehouse/nearby.py)
+    """
 
     stage: str
     lease: int
     dropped: dict[int, str] = {}
+    read: tuple[int, int] = (0, 0)
 
 
 class Drop(Message, tag=69):
@@ -78,6 +86,7 @@ class Drop(Message, tag=69):
     stage: str
     lease: int
     reason: str
+    read: tuple[int, int] = (0, 0)
 
 
 class Retire(Message, tag=70):
@@ -85,6 +94,7 @@ class Retire(Message, tag=70):
 
     stage: str
     lease: int
+    read: tuple[int, int] = (0, 0)
 
 
 class GiveBack(Message, tag=71):
@@ -92,6 +102,7 @@ class GiveBack(Message, tag=71):
 
     stage: str
     lease: int
+    read: tuple[int, int] = (0, 0)
 
 
 class End(Message, tag=72):
@@ -162,11 +173,12 @@ class Admitted(Message, tag=98):
 
 
 class Taken(Message, tag=99):
-    """*leased*: answer to Take."""
+    """*leased*: answer to Take. homes: column -> stretches of the rows in shared memory (rules/addresses.py)."""
 
     stage: str
     lease: int
     rows: int
+    homes: dict[str, list[int]] = {}
 
 
 class There(Message, tag=100):

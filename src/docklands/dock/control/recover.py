@@ -152,6 +152,7 @@ def align(control: Control, place: int, holdings: Holdings, rebuilt: bool) -> tu
         controller.align(slots[born], {name: there[born] for name, there in have.items()}, lengths[born], rebuilt)
     mine = roster.used
     mine = mine[roster.place[mine // roster.size] == place]
+    control.addresses.forget(mine)
     lost = mine[~np.isin(mine, slots[born])]
     left = lost[~control.ledger.alive(lost)]
     control.hide(left, control.flow.stages)

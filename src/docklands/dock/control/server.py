@@ -92,8 +92,8 @@ class Server:
         self.listener.watch(self.monitor)
         rebuilt = self.journal is not None and self.journal.replayed
         self.links = Links(self.desk, options.warehouses, keys, rebuilt)
-        for socket in self.links.sockets:
-            self.listener.watch(socket)
+        for handle in self.links.handles:
+            self.listener.watch(handle)
         self.turns = self.bad_messages = 0
         self._probes: list[float] = []
         self._loading = False
@@ -108,6 +108,9 @@ class Server:
         """Sleep, then do what has come."""
         for client, frames in self.listener.receive(timeout_s=self._sleep_s()):
             self._call(client, frames)
+        for client in self.listener.left():
+            if client in self.desk.clients:
+                log.warning("dock: client %s has gone", self.desk.leave(client))
         self.turns += 1
         if self.desk.stale and not self._loading and self.journal:
             self.journal.compact()
@@ -140,12 +143,14 @@ class Server:
         """Go to where a warehouse is now, and tell the clients."""
         moves, self.desk.moves = self.desk.moves, []
         for move in moves:
-            old, new = self.links.move(move.place, Warehouse(move.endpoint, move.public_key))
-            for socket in old:
-                self.listener.unwatch(socket)
-                socket.close(linger=0)
-            for socket in new:
-                self.listener.watch(socket)
+            lines = self.links.move(move.place, Warehouse(move.endpoint, move.public_key))
+            if lines is not None:
+                old, new = lines
+                for handle in old.handles:
+                    self.listener.unwatch(handle)
+                old.close()
+                for handle in new.handles:
+                    self.listener.watch(handle)
         joined, self.desk.joined = list(self.desk.clients) if moves else self.desk.joined, []
         for client in joined:
             for frames in self.links.addresses():

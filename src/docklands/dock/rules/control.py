@@ -19,6 +19,7 @@ import numpy as np
 from docklands.core.graph import Graph, rows_text
 from docklands.core.protocols import Rows
 from docklands.core.stage import Stage
+from docklands.dock.rules.addresses import Addresses, Runs, width
 from docklands.dock.rules.controller import Controller
 from docklands.dock.rules.counters import Counters, Traffic
 from docklands.dock.rules.flow import Flow, verdict
@@ -39,6 +40,7 @@ class Gate:
 
     options: DockOptions
     roster: Roster
+    addresses: Addresses
     ledger: Ledger
     controllers: dict[str, Controller]
     counters: Counters
@@ -90,7 +92,7 @@ class Gate:
 
     def admit_all(self, groups: Sequence[tuple[int, np.ndarray]], place: int | None = None) -> list[Admission]:
         """As `admit`, of several groups (id, row ids) at once: hardly more work than one."""
-        entered = [self.ledger.admit(row_ids, group_id, place) for group_id, row_ids in groups]
+        entered = self.ledger.admit(groups, place) if groups else []
         if entered:
             every = np.concatenate([new.row_ids for new in entered])
             facts = {"group_ids": [new.group_id for new in entered], "places": [new.place for new in entered]}
@@ -99,6 +101,7 @@ class Gate:
         return entered
 
     def _announce(self, slots: np.ndarray, nbytes: int) -> None:
+        self.addresses.forget(slots)
         for controller in self.controllers.values():
             controller.admit(slots)
             self.counters.metadata_bytes += nbytes
@@ -115,6 +118,8 @@ class Control(Gate):
         self.flow = Flow(graph)
         self.options = options
         self.roster = Roster(options.group_size)
+        widths = {name: width(self.flow.fields[name]) for name in self.flow.readers if name in self.flow.fields}
+        self.addresses = Addresses({name: known for name, known in widths.items() if known})
         self.ledger = Ledger(options, self.roster)
         self.controllers = {name: self._controller(stage) for name, stage in self.flow.stages.items()}
         self.counters = Counters(stages={name: Traffic() for name in self.flow.stages})
@@ -138,6 +143,8 @@ class Control(Gate):
                 rows = notice.row_ids
                 slots = self.roster.find(rows)
                 here = slots >= 0
+                if notice.homes:
+                    self.addresses.note(slots, notice.lengths, notice.homes)
             if here.all():
                 self.controllers[notice.stage].ready(slots, notice.columns, notice.lengths)
             else:
@@ -204,10 +211,24 @@ class Control(Gate):
         if gone.any():
             self.drop_rows({row: dropped[row] for row in rows.row_ids[gone].tolist()}, rows.stage)
 
+    def homes(self, rows: Rows) -> dict[str, Runs]:
+        """Where the columns that a stage reads of its leased rows lie in shared memory, of those that all do."""
+        slots = self.controller(rows.stage).held(rows.lease)
+        return self.addresses.runs(slots, rows.lengths, rows.places, self.flow.reads[rows.stage])
+
     def leased(self, stage: str, lease: int) -> np.ndarray | None:
         """Slots of the rows that a lease still holds; None: it has ended, or there was none."""
         controller = self.controller(stage)
         return controller.held(lease) if lease in controller.leases else None
+
+    def still_leased(self, rows: Rows, dropped: Mapping[int, str]) -> Mapping[int, str]:
+        """Without the verdicts on rows of the lease that are not in it any more: their warehouse has lost them."""
+        controller = self.controller(rows.stage)
+        lease = controller.leases.get(rows.lease)
+        if not dropped or lease is None:
+            return dropped
+        void = np.setdiff1d(self.roster.row_id[lease.slots], self.roster.row_id[controller.held(rows.lease)])
+        return {row: why for row, why in dropped.items() if row not in void}
 
     def lacks_columns(self, rows: Rows, dropped: Mapping[int, str]) -> bool:
         """Rows under a lease that lasts lack columns of their stage: `finish` would be refused."""

@@ -146,7 +146,8 @@ class Controller(Progress):
                 )
         self._state[slots] |= DONE
         self.released.append(slots)
-        self._recount(slots)
+        if held < len(slots):  # what was leased was not there to be taken either
+            self._recount(slots)
         if lease in self.leases:
             self.leases[lease].left -= held
             if not self.leases[lease].left:

@@ -31,6 +31,13 @@ class Counters:
     expired_leases: int = 0
     late_acks: int = 0
 
+    def read(self, stage: str, fetches: int, nbytes: int) -> None:
+        """Rows were read for a stage."""
+        for count in (self.total, self.stages.get(stage)):
+            if count is not None:
+                count.fetches += fetches
+                count.bytes_out += nbytes
+
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 

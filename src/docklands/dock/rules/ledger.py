@@ -8,7 +8,7 @@ A row that left is *dead*. It is kept while a stage still has to do with it (its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,14 +81,17 @@ class Ledger:
         """Warehouse of the next group: whole groups, in turn."""
         return self.admitted % self.options.warehouses
 
-    def admit(self, row_ids: np.ndarray, group_id: int, place: int | None = None) -> Admission:
-        """Enter a group. The caller has checked `room` and `known`. `place`: None: in turn."""
-        order = self.admitted
-        new = Admission(row_ids, group_id, order, self.next_place if place is None else place)
-        self.admitted += 1
-        self.enter(new)
-        self.in_flight += 1
-        return new
+    def admit(self, groups: Sequence[tuple[int, np.ndarray]], place: int | None = None) -> list[Admission]:
+        """Enter groups (id, row ids). The caller has checked `room` and `known`. `place`: None: in turn."""
+        first, places = self.admitted, self.options.warehouses
+        entered = [
+            Admission(row_ids, group_id, order, order % places if place is None else place)
+            for order, (group_id, row_ids) in enumerate(groups, first)
+        ]
+        self.admitted += len(entered)
+        self.in_flight += len(entered)
+        self.enter(entered)
+        return entered
 
     def known(self, row_ids: np.ndarray, group_id: int) -> bool:
         """This very group is here already; some of its rows may have left.
@@ -108,16 +111,21 @@ class Ledger:
         )
         raise DockError(f"group {group_id} cannot be admitted: {what}", "row and group ids are unique")
 
-    def enter(self, new: Admission) -> np.ndarray:
-        """Rows of a group into the roster; their slots."""
+    def enter(self, new: Sequence[Admission]) -> np.ndarray:
+        """Rows of groups into the roster, as many of each; their slots, [groups, rows]."""
         roster = self.roster
-        slots = roster.enter(new.row_ids, new.group_id, new.order, new.place)
+        slots = roster.enter(
+            np.stack([group.row_ids for group in new]),
+            [group.group_id for group in new],
+            [group.order for group in new],
+            [group.place for group in new],
+        )
         if len(self._live) < roster.blocks:
             self._live, self._retired = larger(self._live, roster.blocks), larger(self._retired, roster.blocks)
             self._alive = larger(self._alive, len(roster.row_id))
             self._contested = larger(self._contested, len(roster.row_id))
-        block = slots[0] // roster.size
-        self._live[block], self._retired[block] = len(slots), False
+        blocks = slots[:, 0] // roster.size
+        self._live[blocks], self._retired[blocks] = slots.shape[1], False
         self._alive[slots], self._contested[slots] = True, False
         return slots
 
@@ -249,7 +257,7 @@ class Ledger:
         names = ("orders", "group_ids", "places", "retired_groups")
         for row_ids, order, group_id, place, retired in zip(pieces, *(state[name] for name in names)):
             new = Admission(row_ids, group_id, order, place % self.options.warehouses)
-            slots = self.enter(new)
+            slots = self.enter([new])[0]
             self._retired[slots[0] // self.roster.size] = retired
             fresh.append((new, slots))
         self.in_flight = len(fresh)

@@ -7,9 +7,13 @@ Legend: B rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+
+Home = tuple[int, int, int]
+"""Where bytes lie in a warehouse's shared memory: (arena, generation, offset in the arena's file)."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,15 @@ class Notice:
     row_ids  int64 [B]
     columns  names, each ready for all of the rows
     lengths  tokens of each row, int64 [B]; 0 before a token column is there
+    homes    put after put: how many of the rows, and column -> where their values begin in shared memory, if they do;
+             a put's rows lie there one after the other
     """
 
     stage: str
     row_ids: np.ndarray
     columns: tuple[str, ...]
     lengths: np.ndarray
+    homes: tuple[tuple[int, Mapping[str, Home]], ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -67,9 +67,11 @@ class Progress:
 
     def ready(self, slots: np.ndarray, columns: Sequence[str], lengths: np.ndarray) -> None:
         """Columns are there."""
-        self._missing[slots] &= self._all & ~sum(self._bits[name] for name in columns)
+        bits = sum(self._bits[name] for name in columns)
+        self._missing[slots] &= self._all & ~bits
         self._length[slots] = np.maximum(self._length[slots], lengths)
-        self._recount(slots)
+        if bits & self._need:  # its own columns make no row ready for it
+            self._recount(slots)
 
     def hide(self, slots: np.ndarray) -> None:
         """Rows have left the flow: hand them out no more. Those in a reader's hands stay until it is through."""

@@ -5,6 +5,7 @@ Legend: B rows of a call, G rows of a group at most.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import numpy as np
 NO_ROWS = np.empty(0, np.int64)
 
 EMPTY, GONE = -1, -2
+KEPT, KEPT_ROWS, KEPT_BLOCKS = 64, 1024, 16
+"""Answers that an index keeps, of at most so many rows; answers about blocks that a roster keeps."""
 
 
 class IdIndex:
@@ -22,14 +25,29 @@ class IdIndex:
 
     def __init__(self) -> None:
         self._count = 0
+        self._kept: dict[bytes, np.ndarray] = {}
         self._make(16)
 
     def __len__(self) -> int:
         return self._count
 
     def find(self, row_ids: np.ndarray) -> np.ndarray:
-        """Slots of ids, -1 for those that are not here, int64 [B]."""
-        slots, _ = self._locate(np.asarray(row_ids, np.int64))
+        """Slots of ids, -1 for those that are not here, int64 [B]. The same rows are asked for again and again, so
+        answers are kept until ids are removed: where all are here the array is one that must not be changed.
+        """
+        ids = np.ascontiguousarray(row_ids, np.int64)
+        if len(ids) > KEPT_ROWS:
+            return self._locate(ids)[0]
+        key = ids.tobytes()
+        kept = self._kept.get(key)
+        if kept is not None:
+            return kept
+        slots, _ = self._locate(ids)
+        if len(slots) and slots.min() >= 0:
+            slots.setflags(write=False)
+            if len(self._kept) >= KEPT:
+                self._kept.clear()
+            self._kept[key] = slots
         return slots
 
     def insert(self, row_ids: np.ndarray, slots: np.ndarray) -> None:
@@ -51,6 +69,7 @@ class IdIndex:
     def remove(self, row_ids: np.ndarray) -> None:
         """Ids that are here."""
         _, at = self._locate(np.asarray(row_ids, np.int64))
+        self._kept.clear()
         self._slots[at] = GONE
         self._count -= len(at)
 
@@ -182,7 +201,7 @@ class Roster:
     def __init__(self, group_size: int) -> None:
         self.size = group_size
         self.by_group: dict[int, int] = {}
-        self._asked = self._blocks = NO_ROWS
+        self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._index = IdIndex()
         self._free = FreeList()
         self._within = np.arange(group_size)
@@ -199,16 +218,18 @@ class Roster:
         """Blocks, used and unused: arrays per block have this length, arrays per slot G times it."""
         return self._free.capacity
 
-    def enter(self, row_ids: np.ndarray, group_id: int, order: int, place: int) -> np.ndarray:
-        """A new group of at most G rows; their slots, int64 [B]."""
-        if short := self._free.short(1):
+    def enter(
+        self, row_ids: np.ndarray, group_ids: Sequence[int], orders: Sequence[int], places: Sequence[int]
+    ) -> np.ndarray:
+        """New groups of at most G rows each, int64 [N, rows]; their slots, in the same shape."""
+        if short := self._free.short(len(row_ids)):
             self._grow(short)
-        block = int(self._free.take(1)[0])
-        slots = block * self.size + self._within[: len(row_ids)]
-        self._index.insert(row_ids, slots)
+        blocks = self._free.take(len(row_ids))
+        slots = blocks[:, None] * self.size + self._within[: row_ids.shape[1]]
+        self._index.insert(row_ids.ravel(), slots.ravel())
         self.row_id[slots], self.here[slots] = row_ids, True
-        self.order[block], self.group_id[block], self.place[block] = order, group_id, place
-        self.by_group[group_id] = block
+        self.order[blocks], self.group_id[blocks], self.place[blocks] = orders, group_ids, places
+        self.by_group.update(zip(group_ids, blocks.tolist()))
         return slots
 
     def find(self, row_ids: np.ndarray) -> np.ndarray:
@@ -233,10 +254,17 @@ class Roster:
         return gone
 
     def blocks_of(self, slots: np.ndarray) -> np.ndarray:
-        """Blocks of slots, each once, ascending. The last answer is kept: several controllers ask for the same rows."""
-        if slots is not self._asked:
-            self._asked, self._blocks = slots, distinct(slots // self.size)
-        return self._blocks
+        """Blocks of slots, each once, ascending. Answers are kept: several controllers ask for the same array of rows,
+        which must not be changed meanwhile.
+        """
+        kept = self._blocks.get(id(slots))
+        if kept is not None and kept[0] is slots:
+            return kept[1]
+        blocks = distinct(slots // self.size)
+        if len(self._blocks) >= KEPT_BLOCKS:
+            self._blocks.clear()
+        self._blocks[id(slots)] = slots, blocks
+        return blocks
 
     def members(self, blocks: np.ndarray) -> np.ndarray:
         """Slots of blocks, used or not, [blocks, G]."""

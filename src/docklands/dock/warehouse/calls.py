@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from docklands import errors
-from docklands.core.batch import Batch
+from docklands.core.batch import Batch, Jagged
 from docklands.core.fields import Field
 from docklands.dock.warehouse import messages as m
 from docklands.dock.warehouse.arena import Extent, Mapped, SlabWriter, start_ticks, writable
@@ -157,6 +157,13 @@ class Borrowed:
 
     def __init__(self, batch: Batch, checks: Sequence[tuple[Session, Home]]) -> None:
         self.batch, self._checks = batch, checks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        columns = [self.batch[field] for field in self.batch.fields]
+        values = [column.values if isinstance(column, Jagged) else column for column in columns]
+        return sum(v.numel() * v.element_size() for v in values)
 
     def check(self) -> None:
         """RowGone if rows were freed meanwhile: whatever was made of the batch is void."""

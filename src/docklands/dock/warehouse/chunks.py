@@ -20,13 +20,11 @@ from torch import Tensor
 
 from docklands.core.batch import Batch, Column, Jagged, offsets_of, torch_dtype
 from docklands.core.fields import Field
-from docklands.dock.rules.messages import Notice
+from docklands.dock.rules.messages import Home, Notice
 from docklands.dock.rules.table import RowTable
 from docklands.errors import DockError
 
 UNKNOWN_LENGTH = -1
-Home = tuple[int, int, int]
-"""Where a chunk's values lie in shared memory, if they do: (arena, generation, offset in the arena's file)."""
 
 
 @dataclass(slots=True)
@@ -161,7 +159,7 @@ class Warehouse:
             self._rows[f"{write.field.name}.chunk"][at] = self._last_chunk
             self._rows[f"{write.field.name}.at"][at] = np.arange(len(at))
             self.nbytes += write.nbytes
-        return self._notices(batch.row_ids, slots, writes)
+        return self._notices(batch.row_ids, slots, writes, homes or {})
 
     def free(self, row_ids: np.ndarray) -> None:
         """Rows are gone; a chunk goes with its last row."""
@@ -235,7 +233,9 @@ class Warehouse:
                 "every token column has the length of token_ids",
             )
 
-    def _notices(self, row_ids: np.ndarray, slots: np.ndarray, writes: Sequence[Write]) -> list[Notice]:
+    def _notices(
+        self, row_ids: np.ndarray, slots: np.ndarray, writes: Sequence[Write], homes: Mapping[str, Home]
+    ) -> list[Notice]:
         """One notice per controller and set of rows, coalesced over columns; those of one set share their arrays."""
         sets: dict[bytes, tuple[np.ndarray, dict[str, list[str]]]] = {}
         for write in writes:
@@ -245,8 +245,11 @@ class Warehouse:
         lengths = np.maximum(self._rows["length"][slots], 0)
         found = []
         for at, told in sets.values():
-            ids, tokens = (row_ids, lengths) if len(at) == len(row_ids) else (row_ids[at], lengths[at])
-            found += [Notice(stage, ids, tuple(names), tokens) for stage, names in told.items()]
+            whole = len(at) == len(row_ids)
+            ids, tokens = (row_ids, lengths) if whole else (row_ids[at], lengths[at])
+            lie = {name: homes[name] for name in homes if self._readers.get(name)} if whole else {}
+            placed = ((len(ids), lie),) if lie else ()
+            found += [Notice(stage, ids, tuple(names), tokens, placed) for stage, names in told.items()]
         return found
 
     def _drop(self, chunk: Chunk) -> None:

@@ -20,7 +20,7 @@ import zmq
 
 from docklands.dock.warehouse.calls import Answer, Ask, LineReset, Steps
 from docklands.dock.warehouse.client_base import Client, ClientOptions
-from docklands.dock.wire.net import DOWN, UP, Peer, has_message
+from docklands.dock.wire.net import DOWN, UP, Peer
 from docklands.errors import DockClosed, WarehouseLost
 
 
@@ -34,12 +34,12 @@ class WarehouseClient(Client):
             self._watch_line(place)
 
     def _watch_line(self, place: int) -> None:
-        self._poller.register(self.connections[place].socket, zmq.POLLIN)
-        self._poller.register(self.connections[place].monitor, zmq.POLLIN)
+        for handle in self.connections[place].handles:
+            self._poller.register(handle, zmq.POLLIN)
 
     def _unwatch(self, place: int) -> None:
-        self._poller.unregister(self.connections[place].socket)
-        self._poller.unregister(self.connections[place].monitor)
+        for handle in self.connections[place].handles:
+            self._poller.unregister(handle)
 
     def close(self) -> None:
         self._close()
@@ -135,13 +135,14 @@ class AsyncWarehouseClient(Client):
 
     def _watch_line(self, place: int) -> None:
         line = self.connections[place]
-        self._loop.add_reader(line.socket.fileno(), partial(self._readable, place))
-        self._loop.add_reader(line.monitor.fileno(), partial(self._line_changed, place))
+        data, news = line.filenos
+        self._loop.add_reader(data, partial(self._readable, place))
+        self._loop.add_reader(news, partial(self._line_changed, place))
         line.look()  # ZeroMQ signals a descriptor only after somebody has found it empty
 
     def _unwatch(self, place: int) -> None:
-        self._loop.remove_reader(self.connections[place].socket.fileno())
-        self._loop.remove_reader(self.connections[place].monitor.fileno())
+        for descriptor in self.connections[place].filenos:
+            self._loop.remove_reader(descriptor)
 
     def redirect(self, place: int, peer: Peer) -> None:
         super().redirect(place, peer)
@@ -204,7 +205,7 @@ class AsyncWarehouseClient(Client):
 
     def _readable(self, place: int) -> None:
         """Give out what has come. ZeroMQ's descriptor tells of changes only, so read until there is nothing."""
-        if not has_message(self.connections[place].socket):
+        if not self.connections[place].has_message():
             return
         self._line_changed(place)  # an answer of a new process to what was said to the old one is none
         for number, answer in self._receive(place):
@@ -243,7 +244,7 @@ class AsyncWarehouseClient(Client):
 
     def _give_up(self, place: int) -> None:
         line = self.connections[place]
-        if line.socket.closed or line.state != DOWN:
+        if line.closed or line.state != DOWN:
             return
         if time.monotonic() - line.down_since < self.options.lost_s:  # it was up in between
             self._watch(place)

@@ -19,7 +19,8 @@ from docklands.dock.warehouse import messages as m
 from docklands.dock.warehouse.calls import Answer, Ask, LineReset, Session, Steps
 from docklands.dock.warehouse.notices import notices_from
 from docklands.dock.wire.format import CALL, LIMITS, PUSH, Limits, check_size
-from docklands.dock.wire.net import DOWN, REFUSED, UP, Connection, Context, Keys, Peer
+from docklands.dock.wire.lines import connect
+from docklands.dock.wire.net import DOWN, REFUSED, UP, Context, Keys, Peer
 from docklands.errors import DockError, TakeTimeout, WarehouseLost
 
 
@@ -58,11 +59,16 @@ class Client:
         self.sessions = {place: Session(name, self.options.share) for place in peers}
         self._context = Context.hold()
         self._keys = keys
-        self.connections = {place: Connection(self._context, peer, keys) for place, peer in peers.items()}
+        self.connections = {place: connect(self._context, peer, keys) for place, peer in peers.items()}
         self._number = 0
 
     def _run(self, steps: Steps, deadline_s: float | None) -> Any:
         raise NotImplementedError
+
+    @property
+    def local(self) -> bool:
+        """The shared memory of a warehouse is mapped here."""
+        return any(session.local for session in self.sessions.values())
 
     def put(
         self,
@@ -122,7 +128,7 @@ class Client:
         """
         self._unwatch(place)
         self.connections[place].close()
-        self.connections[place] = Connection(self._context, peer, self._keys)
+        self.connections[place] = connect(self._context, peer, self._keys)
         self.sessions[place].welcome = None
         self._watch_line(place)
 

@@ -197,9 +197,13 @@ class Failure(Message, tag=40):
 
 
 class NoticeMeta(Message):
-    """Columns that became ready for some rows: the stages that are told, and of which columns each is."""
+    """Columns that became ready for some rows: the stages that are told, and of which columns each is.
+
+    homes  put after put: how many of the rows, and column -> (arena, generation, offset) where their values begin
+    """
 
     told: list[tuple[str, list[str]]]
+    homes: list[tuple[int, dict[str, tuple[int, int, int]]]] = []
 
 
 class Notices(Message, tag=48):

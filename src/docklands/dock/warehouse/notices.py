@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from docklands.dock.rules.messages import Notice
+from docklands.dock.rules.messages import Home, Notice
 from docklands.dock.warehouse.messages import NoticeMeta, Notices
 from docklands.dock.wire.format import Buffer
 from docklands.dock.wire.ints import pack_ints, unpack_ints
@@ -30,7 +30,9 @@ def notices_message(place: int, first: int, last: int, notices: Sequence[Notice]
         if len(same) > 1:
             joined = [np.concatenate([n.row_ids for n in same]), np.concatenate([n.lengths for n in same])]
         parts.append(pack_ints(joined))
-    metas = [NoticeMeta([(stage, list(columns)) for stage, columns in told]) for told in found]
+    metas = [
+        NoticeMeta([(stage, list(columns)) for stage, columns in told], _homes(same)) for told, same in found.items()
+    ]
     return Notices(place, first, last, metas), [b"".join(parts)]
 
 
@@ -41,5 +43,16 @@ def notices_from(message: Notices, frames: Sequence[Buffer]) -> list[Notice]:
     found, at = [], 0
     for meta in message.notices:
         (row_ids, lengths), at = unpack_ints(frames[0], 2, at)
-        found += [Notice(stage, row_ids, tuple(columns), lengths) for stage, columns in meta.told]
+        homes = tuple(meta.homes)
+        if homes and (min(count for count, _ in homes) < 0 or sum(count for count, _ in homes) != len(row_ids)):
+            raise WireError("malformed message: homes of other rows than the notice's")
+        found += [Notice(stage, row_ids, tuple(columns), lengths, homes) for stage, columns in meta.told]
     return found
+
+
+def _homes(notices: Sequence[Notice]) -> list[tuple[int, dict[str, Home]]]:
+    """Where the values of notices lie whose rows are said together; nothing if that is known of none."""
+    if not any(notice.homes for notice in notices):
+        return []
+    parts = [part for notice in notices for part in notice.homes or ((len(notice.row_ids), {}),)]
+    return [(count, dict(homes)) for count, homes in parts]

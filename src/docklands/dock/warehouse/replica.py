@@ -16,7 +16,8 @@ import zmq
 
 from docklands.dock.warehouse import messages as m
 from docklands.dock.wire.format import CALL, Buffer, renumbered
-from docklands.dock.wire.net import UP, Connection, Keys, Peer
+from docklands.dock.wire.lines import connect
+from docklands.dock.wire.net import UP, Keys, Peer
 from docklands.errors import WireError
 
 COPY = 1 << 48
@@ -36,7 +37,7 @@ class Replica:
         self, peer: Peer, keys: Keys | None, lost_s: float, everything: Callable[[], Iterable[Sequence[Buffer]]]
     ) -> None:
         self._context = zmq.Context()
-        self.line = Connection(self._context, peer, keys)
+        self.line = connect(self._context, peer, keys)
         self.lost_s = lost_s
         self.sent = 0
         self.failures = 0

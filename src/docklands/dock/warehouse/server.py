@@ -88,12 +88,12 @@ class Server:
             raise WireError(f"no copy can be sent to {peer.endpoint!r}: {error}") from None
         self._release(old.sent if old else 0)
         if old is not None:
-            for socket in (old.line.socket, old.line.monitor):
-                self.listener.unwatch(socket)
+            for handle in old.line.handles:
+                self.listener.unwatch(handle)
             old.close()
         self._replica, self.store.forward = new, new.forward
-        for socket in (new.line.socket, new.line.monitor):
-            self.listener.watch(socket)
+        for handle in new.line.handles:
+            self.listener.watch(handle)
 
     def turn(self) -> None:
         """Sleep, then answer what has come."""
@@ -109,6 +109,9 @@ class Server:
             notices, self.store.outbox = self.store.outbox, []
             self._held.append(Held(client, reply, now if now > sent else 0, self.store.seq, notices))
         self.turns += 1
+        for client in self.listener.left():
+            self._subscribers.pop(client, None)
+            self.store.waiting.discard(client)
         if log is not None:
             log.sync()
         replica = self._replica
@@ -176,7 +179,7 @@ class Server:
             case m.Stats():
                 reply, buffers = self.store.answer(client, message, frames)
                 assert isinstance(reply, m.Figures)
-                own = {"turns": self.turns, "denied": self.listener.denied, "subscribers": len(self._subscribers)}
+                own = {"turns": self.turns, "denied": self.listener.refused, "subscribers": len(self._subscribers)}
                 if self._replica is not None:
                     own |= {"replica_alone": int(self._replica.alone), "replica_failures": self._replica.failures}
                 return m.Figures({**reply.values, **own}), buffers

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from docklands.core.batch import Batch, Column, Jagged, offsets_of
 from docklands.core.fields import DTYPES, Field
+from docklands.dock.rules.messages import Home
 from docklands.errors import DockError, WireError
 
 MAGIC, VERSION = b"DK", 1
@@ -40,8 +41,6 @@ PIECE = 5
 
 Buffer = Any
 """Anything with the buffer protocol: bytes, memoryview, a numpy array, a ZeroMQ frame's buffer."""
-Home = tuple[int, int, int]
-"""Where bytes lie in shared memory: (arena, generation, offset in the arena's file)."""
 M = TypeVar("M")
 
 

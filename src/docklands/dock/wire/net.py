@@ -9,6 +9,7 @@ Nobody polls: both ends sleep in the kernel until a message, a change of the con
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import select
@@ -25,6 +26,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from docklands.dock.wire.format import LIMITS, Limits
+from docklands.dock.wire.near import Door, possible
 from docklands.errors import ConfigError
 
 ZAP = "inproc://zeromq.zap.01"
@@ -32,6 +34,8 @@ COPY_BELOW = 16 << 10
 """Frames smaller than this are copied into the message: cheaper than the bookkeeping of a shared one."""
 BEAT_MS, BEATS_MS = 2_000, 8_000
 """A peer is asked for a sign of life this often, and given up after that long without one."""
+NAME_S = 2.0
+"""A server waits so long for the name of the process before it to be free."""
 STANDARD_INPUT = -1
 """Instead of a parent's process number."""
 UP, DOWN, REFUSED = "up", "down", "refused"
@@ -53,10 +57,11 @@ def make_keys() -> Keys:
 
 @dataclass(frozen=True)
 class Peer:
-    """A server as its clients know it. public_key "": ipc, without keys."""
+    """A server as its clients know it. public_key "": ipc, without keys. near: the short way will do (lines.py)."""
 
     endpoint: str
     public_key: str = ""
+    near: bool = True
 
 
 def check_endpoint(endpoint: str, keyed: bool) -> None:
@@ -143,6 +148,8 @@ class Context:
 class Listener:
     """A server's socket: calls in, each with the client that it is from, replies and pushes out.
 
+    What is sent to clients of this node leaves at the next `receive`, all of a client's together.
+
     ready  what could be read when `receive` last woke
 
     Raises ConfigError when it cannot listen there.
@@ -157,6 +164,7 @@ class Listener:
         self.allow(allowed)
         self.denied = 0
         self.ready: dict[Any, int] = {}
+        self._door: Door | None = None
         self.socket = self._context.socket(zmq.ROUTER)
         set_common(self.socket)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -175,6 +183,38 @@ class Listener:
         self._poller = zmq.Poller()
         for socket in (self.socket, self._zap):
             self._poller.register(socket, zmq.POLLIN)
+        self._door = self._open_door(keys.public, 2 * limits.nbytes) if keys is not None and possible() else None
+        if self._door is not None:
+            self._poller.register(self._door.fileno(), zmq.POLLIN)
+
+    def _open_door(self, public_key: str, most: int) -> Door | None:
+        """Let clients of this node come the short way; None where that cannot be."""
+        end = time.monotonic() + NAME_S
+        while True:
+            try:
+                return Door(public_key, self._admits, most)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > end:
+                    return None
+                time.sleep(0.05)
+
+    def _admits(self, public_key: str) -> bool:
+        try:
+            return z85.decode(public_key) in self._allowed
+        except (ValueError, KeyError, struct.error):
+            return False
+
+    @property
+    def refused(self) -> int:
+        """Clients that were not let in."""
+        return self.denied + (self._door.denied if self._door else 0)
+
+    def left(self) -> list[bytes]:
+        """Clients of this node that have gone since this was last asked. Of others nothing is known here."""
+        if self._door is None or not self._door.gone:
+            return []
+        gone, self._door.gone = self._door.gone, []
+        return gone
 
     def watch(self, socket: Any) -> None:
         """Wake also when this socket (or file descriptor) can be read."""
@@ -197,21 +237,28 @@ class Listener:
 
     def receive(self, most: int = 64, timeout_s: float | None = None) -> list[tuple[bytes, list[memoryview]]]:
         """Sleep until something comes, then up to `most` messages: (client, frames). May be empty after a wake-up."""
+        if self._door is not None:
+            self._door.flush()
         self.ready = dict(self._poller.poll(None if timeout_s is None else max(0, int(timeout_s * 1000))))
         found: list[tuple[bytes, list[memoryview]]] = []
         if self._zap in self.ready:
             self._answer_zap()
+        if self._door is not None and self._door.fileno() in self.ready:
+            found += self._door.receive()
         while len(found) < most and has_message(self.socket):
             client, *frames = receive(self.socket)
             found.append((bytes(client), frames))
         return found
 
     def send(self, client: bytes, frames: Sequence[Any]) -> None:
-        """To one client; silently nothing if it has gone."""
-        send(self.socket, [client], frames)
+        """To one client; silently nothing if it has gone, unless the socket is told to say so."""
+        if self._door is None or not self._door.send(client, frames):
+            send(self.socket, [client], frames)
 
     def close(self) -> None:
         """End, after at most half a second for replies that are on their way."""
+        if self._door is not None:
+            self._door.close(0.5)
         self._context.destroy(linger=500)
 
     def _answer_zap(self) -> None:
@@ -282,8 +329,33 @@ class Connection:
         self.monitor = self.socket.get_monitor_socket(wanted)
         self.socket.connect(peer.endpoint)
 
+    def post(self, frames: Sequence[Any]) -> None:
+        """As `send`, but it may wait for `flush`, and leave with others."""
+        send(self.socket, [], frames)
+
+    def flush(self) -> None:
+        """Let go what was posted. ZeroMQ has its own thread for that."""
+
+    @property
+    def handles(self) -> tuple[zmq.Socket, zmq.Socket]:
+        """What a ZeroMQ poller can wait for: messages, changes of the line."""
+        return self.socket, self.monitor
+
+    @property
+    def filenos(self) -> tuple[int, int]:
+        """The same as file descriptors, which tell of changes only: look until there is nothing."""
+        return self.socket.fileno(), self.monitor.fileno()
+
+    @property
+    def closed(self) -> bool:
+        return self.socket.closed
+
     def send(self, frames: Sequence[Any]) -> None:
         send(self.socket, [], frames)
+
+    def has_message(self) -> bool:
+        """A message is here."""
+        return has_message(self.socket)
 
     def receive(self) -> list[list[memoryview]]:
         """Every message that is here, each its frames."""

@@ -1,0 +1,61 @@
+"""A lease of which a warehouse has lost some rows: what its reader says of them counts no more."""
+
+from __future__ import annotations
+
+import numpy as np
+from tests.dock_parts import GROUP, PLAIN, options, rows_of
+
+from docklands.dock.control import messages as c
+from docklands.dock.control.desk import Desk
+from docklands.dock.control.recover import align
+from docklands.dock.rules.control import Control
+from docklands.dock.rules.messages import Notice
+
+
+class Talk:
+    """A desk, and one client of it."""
+
+    def __init__(self) -> None:
+        self.control = Control(PLAIN, options(1))
+        self.desk = Desk(self.control, 1, lambda: 0.0)
+        self.say(c.Join("a"))
+
+    def say(self, message, *frames: bytes):
+        self.desk.call(b"a", 1, message, list(frames))
+        self.desk.settle()
+        found, self.desk.outbox = self.desk.outbox, []
+        return [reply for _, _, (reply, _) in found]
+
+    def ready(self, *columns: str) -> None:
+        for column in columns:
+            for stage in self.control.flow.told[column]:
+                self.control.notice([Notice(stage, rows_of(0), (column,), np.full(GROUP, 3))])
+
+
+def test_verdicts_on_rows_that_a_lease_has_lost_meanwhile_are_passed_over() -> None:
+    """The reader, who has read all rows before, drops one of those that are lost and one other."""
+    talk = Talk()
+    control = talk.control
+    talk.say(c.Admit([0]), rows_of(0).tobytes())
+    talk.ready(*control.flow.sources)
+    [rollout] = talk.say(c.Take("rollout"))
+    talk.ready(*control.flow.writes["rollout"])
+    assert talk.say(c.Finish("rollout", rollout.lease)) == [c.Yes()]
+    [taken] = talk.say(c.Take("reward"))
+    have = {name: np.full(2, name not in ("reward", "ref_logprobs", "advantage")) for name in control.flow.fields}
+    lost, _ = align(control, 0, (rows_of(0)[:2], have, np.full(2, 3)), rebuilt=False)
+    assert control.roster.row_id[lost].tolist() == rows_of(0)[2:].tolist()
+    talk.ready("reward")
+    assert talk.say(c.Finish("reward", taken.lease, {0: "bad", 3: "bad"})) == [c.Yes()]
+    assert control.ledger.dropped == {"bad": 1}
+    assert control.ledger.alive(control.roster.find(rows_of(0)[2:])).all()
+
+
+def test_verdicts_on_rows_that_were_never_given_are_refused() -> None:
+    talk = Talk()
+    talk.say(c.Admit([0]), rows_of(0).tobytes())
+    talk.ready(*talk.control.flow.sources)
+    [taken] = talk.say(c.Take("rollout"))
+    talk.ready(*talk.control.flow.writes["rollout"])
+    [reply] = talk.say(c.Finish("rollout", taken.lease, {77: "bad"}))
+    assert "dropped rows that it was not given: 77" in reply.message
