@@ -11,6 +11,7 @@ Legend: R sequences, N heads, K kv heads, M = N / K queries of a kv head, H head
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -90,6 +91,9 @@ def decode_attention(q_RNH: Tensor, k_PgKSH: Tensor, v_PgKSH: Tensor, pages: Pag
 def workers(threads: int) -> ThreadPoolExecutor:
     """Threads that compiled loops are divided over, beside the caller's."""
     return ThreadPoolExecutor(threads, thread_name_prefix="loops")
+
+
+os.register_at_fork(after_in_child=workers.cache_clear)  # a child has the pool, but not its threads
 
 
 def _array(tensor: Tensor) -> np.ndarray:

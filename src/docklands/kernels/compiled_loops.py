@@ -13,6 +13,8 @@ from numba.extending import overload
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 LOG2_E = np.float32(1.4426950408889634)
+TINY = np.float32(2.0**-126)
+LANES = 64
 EXP2 = tuple(np.float32(c) for c in (1.0, 0.6931472, 0.2402265, 0.05550411, 0.009618129, 0.0013333558, 0.00015403530))
 """Taylor terms of 2^x, good to 1e-7 for |x| <= 0.5."""
 
@@ -62,12 +64,14 @@ def _store(source: Any, target: Any) -> Any:
     return numbers
 
 
-@njit(fastmath=FAST, cache=True, nogil=True, inline="always")
-def exponentials(x: Any, most: Any, bits: Any) -> Any:
-    """x <- exp(x - most), -> their sum. `bits` is the int32 view of x's memory."""
-    total = np.float32(0)
-    for i in range(x.size):
-        y = max((x[i] - most) * LOG2_E, np.float32(-126))
+@njit(fastmath=FAST, error_model="numpy", cache=True, nogil=True, inline="always")
+def exponentials(z: Any, most: Any, out: Any, powers: Any) -> Any:
+    """out <- exp(z - most), 0 from 2^-126 down. -> their sum. `powers`: int32 scratch.
+
+    Three memories of their own: else the loops cannot be vectorised."""
+    for i in range(z.size):
+        y = (z[i] - most) * LOG2_E
+        y = y if y > np.float32(-126) else np.float32(-126)
         whole = np.floor(y + np.float32(0.5))
         f = y - whole
         p = EXP2[5] + f * EXP2[6]
@@ -75,10 +79,33 @@ def exponentials(x: Any, most: Any, bits: Any) -> Any:
         p = EXP2[3] + f * p
         p = EXP2[2] + f * p
         p = EXP2[1] + f * p
-        x[i] = EXP2[0] + f * p
-        bits[i] += np.int32(whole) << np.int32(23)
-        total += x[i]
+        out[i] = EXP2[0] + f * p
+        powers[i] = (np.int32(whole) + np.int32(127)) << np.int32(23)
+    factor = powers.view(np.float32)
+    total = np.float32(0)
+    for i in range(z.size):
+        power = factor[i]
+        value = out[i] * (power if power > TINY else np.float32(0))
+        out[i] = value
+        total += value
     return total
+
+
+@njit(fastmath=FAST, cache=True, nogil=True)
+def largest(x: Any) -> Any:
+    """The largest number: many at once, since a single chain of comparisons is not vectorised."""
+    most = x[0]
+    for i in range(x.size % LANES):
+        most = max(most, x[i])
+    if x.size >= LANES:
+        tops = x[:LANES].copy()
+        for first in range(x.size % LANES, x.size, LANES):
+            for i in range(LANES):
+                y = x[first + i]
+                tops[i] = y if y > tops[i] else tops[i]
+        for i in range(LANES):
+            most = max(most, tops[i])
+    return most
 
 
 @njit(fastmath=FAST, cache=True, nogil=True)
@@ -96,6 +123,7 @@ def attend(rows: Any, pool: Any, tables: Any, tokens: Any, scale: Any) -> None:
     q = np.empty((queries, size), np.float32)
     acc = np.empty((queries, size), np.float32)
     p = np.empty((queries, longest), np.float32)
+    weights, powers = np.empty(longest, np.float32), np.empty(longest, np.int32)
     for r in range(tokens[0].size):
         length = tokens[0][r] + tokens[1][r]
         for k in range(kv_heads):
@@ -118,13 +146,11 @@ def attend(rows: Any, pool: Any, tables: Any, tokens: Any, scale: Any) -> None:
                             p[m, at + t] = dot
                     at, left, page = at + here, left - here, page + 1
             for m in range(queries):
-                most = p[m, 0]
-                for t in range(1, length):
-                    most = max(most, p[m, t])
+                most = largest(p[m, :length])
                 x = p[m, :length]
-                total = exponentials(x, most, x.view(np.int32))
+                total = exponentials(x, most, weights[:length], powers[:length])
                 for t in range(length):
-                    x[t] /= total
+                    x[t] = weights[t] / total
             at = 0
             for part in range(2):
                 left, page = tokens[part][r], 0

@@ -17,9 +17,9 @@ class CompiledAttention:
     """One new token for each row against all the pages that the row may see; as DecodeAttention, on CPU."""
 
     def __init__(self, cache: PagedCache, rows: RowPages, slots: Tensor) -> None:
-        self._cache, self._slots = cache, slots
+        self.cache, self._slots = cache, slots
         tables = (rows.prompt, rows.prompt_tokens, rows.own, rows.own_tokens)
-        self._pages = compiled_decode.Pages(*(np.ascontiguousarray(table, np.int32) for table in tables))
+        self.pages = compiled_decode.Pages(*(np.ascontiguousarray(table, np.int32) for table in tables))
 
     def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, scale: float) -> Tensor:
         kv_heads = k_TKH.shape[1]
@@ -31,9 +31,9 @@ class CompiledAttention:
 
     def grouped(self, layer: int, q_RNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, scale: float) -> Tensor:
         """With heads in (query, kv head) order, in and out."""
-        cache = self._cache
+        cache = self.cache
         cache.write(layer, self._slots, k_RKH, v_RKH)
-        return compiled_decode.decode_attention(q_RNH, cache.k[layer], cache.v[layer], self._pages, scale)
+        return compiled_decode.decode_attention(q_RNH, cache.k[layer], cache.v[layer], self.pages, scale)
 
 
 def decode_attention(

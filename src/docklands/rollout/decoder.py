@@ -13,13 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from docklands.kernels import compiled_step
+from docklands.kernels.compiled_step import TiledLinear
 from docklands.kernels.packed_linear import PackedLinear, Product, bucket, row_floor
 from docklands.models import CausalLM
 from docklands.models.blocks import Block, Linear, inverse_frequencies, rotary_factor, rotary_tables
+from docklands.models.lora import Pair
 from docklands.models.mla import Mla, per_head
 from docklands.models.moe import Router
 from docklands.models.routing import Routes
@@ -109,6 +113,9 @@ def _products(model: CausalLM) -> Iterator[tuple[Product, torch.dtype]]:
     for module in model.modules():
         if isinstance(module, Linear):
             yield _Plain(module.weight.detach()), dtype
+        elif isinstance(module, Pair) and module.a.dim() == 2:
+            yield _Plain(module.a.detach()), dtype
+            yield _Plain(module.b.detach()), dtype
         elif isinstance(module, Router):
             yield _Plain(module.weight.detach().float()), torch.float32
         elif isinstance(module, Mla):
@@ -120,24 +127,26 @@ def _products(model: CausalLM) -> Iterator[tuple[Product, torch.dtype]]:
 @dataclass(frozen=True)
 class _Layer:
     attn_norm: Tensor
-    qkv: PackedLinear
+    qkv: PackedLinear | TiledLinear
     qk_norm: Tensor | None  # [N + K, H]
-    o: PackedLinear
+    o: PackedLinear | TiledLinear
     mlp_norm: Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate_up: PackedLinear | TiledLinear
+    down: PackedLinear | TiledLinear
     scale: float
 
 
 class DenseDecoder:
     """A dense decoder on CPU. Made from the model's weights; to be made again after they change."""
 
+    product: type[PackedLinear] | type[TiledLinear] = PackedLinear
+
     def __init__(self, model: CausalLM) -> None:
         self._model, self._config = model, model.config
         self._embed = model.embed.weight.detach()
         self._final_norm = model.final_norm.weight.detach()
         self._layers = [self._prepare(layer) for layer in model.layers if isinstance(layer, Block)]
-        self._head = PackedLinear(model.head_weight.detach())
+        self._head = self.product(model.head_weight.detach())
         self._inverse = inverse_frequencies(self._config)
         self._cos, self._sin = self._rotary(256)
         self._threads = 0
@@ -157,12 +166,12 @@ class DenseDecoder:
             qk_norm = torch.cat([q.expand(c.num_heads, -1), k.expand(c.num_kv_heads, -1)])
         return _Layer(
             block.attn_norm.weight.detach(),
-            PackedLinear(weight, bias),
+            self.product(weight, bias),
             qk_norm,
-            PackedLinear(o, None if block.o.bias is None else block.o.bias.detach()),
+            self.product(o, None if block.o.bias is None else block.o.bias.detach()),
             block.mlp_norm.weight.detach(),
-            PackedLinear(block.gate_up.weight.detach()),
-            PackedLinear(block.down.weight.detach()),
+            self.product(block.gate_up.weight.detach()),
+            self.product(block.down.weight.detach()),
             block.scale,
         )
 
@@ -215,7 +224,59 @@ class DenseDecoder:
         return self._embed.device
 
 
+class CompiledDecoder(DenseDecoder):
+    """A dense decoder whose decode steps are one compiled call, and whose products take any number of rows.
+
+    Weights are read where they are: nothing is packed, and a row is never padded.
+    """
+
+    product = TiledLinear
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__(model)
+        self._tables: compiled_step.Layers | None = None
+
+    @staticmethod
+    def runs(model: CausalLM) -> bool:
+        """Whether it can run a dense model here."""
+        c, weight = model.config, model.head_weight
+        shapes = [(p.shape[0], p.shape[1]) for p in model.parameters() if p.dim() == 2]
+        known = compiled_step.available(weight.device, weight.dtype)
+        return known and compiled_step.fits(shapes, c.head_dim, weight.dtype)
+
+    def rows(self, rows: int) -> int:
+        """As many as there are."""
+        return rows
+
+    def _layers_to(self, position: int) -> compiled_step.Layers:
+        """The tables, with rotary angles up to a position."""
+        if self._tables is None or position >= len(self._tables.cos):
+            c, layers = self._config, self._layers
+            cos, sin = (x[:, 0].float().numpy() for x in self._rotary(2 * position + 256))
+            half, none = c.head_dim // 2, torch.zeros(c.num_heads + c.num_kv_heads, 0)
+            self._tables = compiled_step.Layers(
+                [(layer.qkv, layer.o, layer.gate_up, layer.down) for layer in layers],  # type: ignore[misc]
+                np.stack([torch.stack([x.attn_norm, x.mlp_norm]).float().numpy() for x in layers]),
+                self._final_norm.float().numpy().copy(),
+                np.stack([(none if x.qk_norm is None else x.qk_norm).float().numpy() for x in layers]),
+                np.ascontiguousarray(cos[:, :half]),
+                np.ascontiguousarray(sin[:, half:]),
+                c.num_kv_heads, c.head_dim, c.rms_eps, layers[0].scale,
+            )  # fmt: skip
+        return self._tables
+
+    def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attend: Context, routes: Routes | None = None) -> Tensor:
+        """See DenseDecoder; of a decode step, real rows only."""
+        if not isinstance(attend, CompiledAttention) or attend.cache.page_tokens % compiled_step.PAGE_STEP:
+            return super().hidden(token_ids_T, positions_T, attend, routes)
+        x_RD = F.embedding(token_ids_T[: len(attend.pages.own)], self._embed)
+        layers = self._layers_to(int(positions_T.max()))
+        return compiled_step.decode(layers, x_RD, attend.pages, attend.cache.pools)
+
+
 def decoder_for(model: CausalLM) -> Decoder:
     """The fastest decoder that can run this model where it is."""
-    dense = all(type(layer) is Block for layer in model.layers)
-    return DenseDecoder(model) if dense and model.embed.weight.device.type == "cpu" else ModelDecoder(model)
+    dense = model.config.lora is None and all(type(layer) is Block for layer in model.layers)
+    if model.embed.weight.device.type != "cpu" or not dense:
+        return ModelDecoder(model)
+    return CompiledDecoder(model) if CompiledDecoder.runs(model) else DenseDecoder(model)

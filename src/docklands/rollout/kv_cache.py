@@ -31,7 +31,8 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tenso
 class PagedCache:
     """Keys, values and validity of every page, and who holds it.
 
-    k, v       one tensor per layer, [Pg, K, S, H]; of latent attention one and the same, with K = 1
+    pools      keys and values, [L, Pg, K, S, H]; of latent attention one and the same, with K = 1
+    k, v       the layers of these, [Pg, K, S, H]
     mask_PgS   fp32: 0 where a token is, MASKED elsewhere; the same for all layers
     refcount   holders of each page; 0: free. Page 0 is never handed out: padding rows write there.
     """
@@ -42,9 +43,11 @@ class PagedCache:
         self.pages, self.page_tokens = pages, page_tokens
         heads, size = config.cache_shape
         self.latent = config.mla is not None
-        shape, layers = (pages, heads, page_tokens, size), range(config.num_layers)
-        self.k = [lazy_zeros(shape, dtype, device) for _ in layers]
-        self.v = self.k if self.latent else [lazy_zeros(shape, dtype, device) for _ in layers]
+        shape = (config.num_layers, pages, heads, page_tokens, size)
+        k = lazy_zeros(shape, dtype, device)
+        self.pools = (k, k if self.latent else lazy_zeros(shape, dtype, device))
+        self.k = list(k.unbind())
+        self.v = self.k if self.latent else list(self.pools[1].unbind())
         self.mask_PgS = torch.full((pages, page_tokens), MASKED, device=device)
         self.refcount = np.zeros(pages, np.int32)
         self.refcount[NULL_PAGE] = 1
@@ -84,6 +87,7 @@ class PagedCache:
         """One more reference on each page."""
         self.refcount[pages] += 1
 
+    @torch.inference_mode()
     def release(self, pages: np.ndarray) -> None:
         """One reference less on each (distinct) page; those without any become free and lose their tokens."""
         self.refcount[pages] -= 1

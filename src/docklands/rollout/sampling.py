@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from docklands.errors import NonFinite
+from docklands.kernels import compiled_step
 
 CHUNK = 128
 CANDIDATES = 1024
@@ -80,17 +81,29 @@ class Sampler:
         greedy), before top-k, top-p and bans. Rows are independent. logits_RV may have more rows than `choice`.
         NonFinite when a row's logits hold a NaN or an infinity: the weights do.
         """
-        rows, vocabulary = len(choice.temperature), logits_RV.shape[1]
-        size = max(1, BLOCK_ELEMENTS // vocabulary)
-        tokens_R, logprobs_R = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-        for start in range(0, rows, size):
-            part = slice(start, min(start + size, rows))
-            tokens, logprobs = self._block(logits_RV[part], _take(choice, part))
-            tokens_R[part], logprobs_R[part] = tokens, logprobs
-        if not bool(torch.isfinite(logprobs_R).all()):
-            bad = int((~torch.isfinite(logprobs_R)).sum())
+        rows = len(choice.temperature)
+        tokens_R, logprobs_R = np.empty(rows, np.int64), np.empty(rows, np.float32)
+        whole = _whole(choice, logits_RV.shape[1])
+        if not compiled_step.available(logits_RV.device, logits_RV.dtype):
+            whole[:] = False
+        for mine, draw in ((whole, _draw_compiled), (~whole, self._draw)):
+            found = np.flatnonzero(mine)
+            if len(found) == rows:
+                tokens_R[:], logprobs_R[:] = draw(logits_RV[:rows], choice)
+            elif len(found):
+                some_RV = logits_RV[torch.from_numpy(found).to(logits_RV.device)]
+                tokens_R[found], logprobs_R[found] = draw(some_RV, _take(choice, found))
+        bad = int((~np.isfinite(logprobs_R)).sum())
+        if bad:
             raise NonFinite(f"logits of {bad} of {rows} sequences hold a NaN or an infinity", "look at the weights")
-        return tokens_R.numpy(), logprobs_R.numpy()
+        return tokens_R, logprobs_R
+
+    def _draw(self, logits_RV: Tensor, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
+        """By torch's operations, some rows at a time."""
+        rows, size = len(choice.temperature), max(1, BLOCK_ELEMENTS // logits_RV.shape[1])
+        parts = [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+        found = [self._block(logits_RV[part], _take(choice, part)) for part in parts]
+        return torch.cat([t for t, _ in found]).numpy(), torch.cat([p for _, p in found]).numpy()
 
     def _block(self, logits_RV: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
         whole, vocabulary = self._buffer(logits_RV), logits_RV.shape[1]
@@ -134,7 +147,18 @@ def _scaled(logits: Tensor, scale_R: np.ndarray, out: Tensor) -> Tensor:
     return out
 
 
-def _take(choice: Choice, part: slice) -> Choice:
+def _whole(choice: Choice, vocabulary: int) -> np.ndarray:
+    """Which rows draw from the whole vocabulary."""
+    top_k = choice.top_k
+    whole = (choice.temperature == 0) | (((top_k <= 0) | (top_k >= vocabulary)) & (choice.top_p >= 1))
+    return whole if choice.banned is None else whole & (choice.banned < 0).all(1)
+
+
+def _draw_compiled(logits_RV: Tensor, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
+    return compiled_step.draw(logits_RV, choice.temperature, choice.uniform)
+
+
+def _take(choice: Choice, part: slice | np.ndarray) -> Choice:
     banned = None if choice.banned is None else choice.banned[part]
     return Choice(choice.temperature[part], choice.top_k[part], choice.top_p[part], choice.uniform[part], banned)
 
