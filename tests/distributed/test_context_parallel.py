@@ -14,11 +14,8 @@ from tests.distributed.pool import Pool
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("qwen3_tied", Layout(cp=2)),
         ("qwen2_two_kv_heads", Layout(cp=4)),
-        ("qwen3_tied", Layout(cp=2, tp=2)),
         ("llama_bias", Layout(cp=2, fsdp=2)),
-        ("deepseek", Layout(cp=2, tp=2)),
     ],
     ids=str,
 )
@@ -29,9 +26,7 @@ def test_ulysses_equals_one_process(name: str, layout: Layout, models: Path, poo
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("qwen3_tied", Layout(cp=2, context="ring")),
         ("qwen2_two_kv_heads", Layout(cp=4, context="ring")),
-        ("qwen3_tied", Layout(cp=2, tp=2, context="ring")),
     ],
     ids=str,
 )

@@ -14,14 +14,7 @@ from tests.distributed.pool import Pool
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("qwen3_moe", Layout(dp=2, ep=2)),
-        ("qwen3_moe", Layout(tp=2, ep=2)),
-        ("qwen3_moe", Layout(tp=2, dp=2, ep=2, etp=2)),
-        ("qwen3_moe", Layout(fsdp=2, ep=2)),
-        ("qwen3_moe", Layout(fsdp=4, ep=2)),
         ("qwen3_moe", Layout(dp=2, fsdp=2, ep=2)),
-        ("qwen3_moe", Layout(tp=2)),
-        ("deepseek", Layout(tp=2)),
         ("deepseek", Layout(tp=2, sp=True, fsdp=2, ep=4)),
         ("deepseek", Layout(cp=2, context="ring", ep=2)),
         ("deepseek", Layout(cp=2, dp=2, ep=2)),
@@ -36,7 +29,6 @@ def test_expert_parallel_equals_one_process(name: str, layout: Layout, models: P
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("qwen3_moe", Layout(pp=2, dp=2, tp=2, ep=2)),
         ("deepseek", Layout(pp=2, dp=2, tp=2, ep=2)),
         ("deepseek", Layout(pp=2, fsdp=4, ep=2)),
         ("deepseek", Layout(pp=2, tp=2, cp=2, ep=4)),

@@ -15,17 +15,10 @@ from tests.distributed.pool import Pool
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("qwen3_tied", Layout(pp=2)),  # 3 layers: 2 + 1
-        ("qwen3_five_layers", Layout(pp=2, vpp=2)),
-        ("qwen3_tied", Layout(pp=2, tp=2)),
         ("llama_bias", Layout(pp=2, fsdp=2)),
         ("qwen3_five_layers", Layout(pp=4)),
         ("llama_bias", Layout(pp=3)),
-        ("qwen3_moe", Layout(pp=2)),
-        ("deepseek", Layout(pp=2)),
-        ("qwen3_tied", Layout(pp=2, schedule="zero_bubble")),
         ("qwen3_five_layers", Layout(pp=4, schedule="zero_bubble")),
-        ("qwen3_five_layers", Layout(pp=2, vpp=2, schedule="zero_bubble")),
         ("qwen3_moe", Layout(pp=2, dp=2, ep=2, schedule="zero_bubble")),
     ],
     ids=str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from docklands.parallel.mesh import Mesh
 from docklands.train.sharded import ShardedEngine
 from tests.distributed.cases import MODELS, OPTIM, TRAIN, alone, batches, difference, gradients_of
 from tests.distributed.pool import Pool
+from tests.expert_cases import file_tensors
+from tests.parity.test_models_mla import with_mtp
 from tests.train_cases import ACTOR, ACTOR_WITH_ENTROPY, policy_loss
 from tests.unit.test_models_fp8 import in_fp8
 
@@ -166,6 +169,16 @@ def test_import_and_export_are_bitwise(name: str, layout: Layout, models: Path, 
     assert configs[0] == configs[1]
 
 
+def test_mtp_layers_pass_through_a_layout_untouched(models: Path, pool: Pool, tmp_path: Path) -> None:
+    """Read by no rank, and in the files that a layout writes."""
+    shutil.copytree(models / "deepseek" / "policy", tmp_path / "policy")
+    extra = with_mtp(tmp_path / "policy", torch.bfloat16)
+    pool.run(2, exported, tmp_path, Layout(tp=2), tmp_path / "out")
+    before, after = file_tensors(tmp_path / "policy"), file_tensors(tmp_path / "out")
+    assert before.keys() == after.keys() and extra.keys() < after.keys()
+    assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
+
+
 def loaded(path: Path, layout: Layout) -> dict[str, torch.Tensor]:
     model = load_sharded(path, Mesh(layout, timeout_s=60))
     named = {name: parameter.detach() for name, parameter in model.parameters().items()}
@@ -191,13 +204,28 @@ def load_error(path: Path, layout: Layout) -> str:
     return ""
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(fsdp=2), Layout(pp=2)], ids=str)
+UP = "model.layers.2.mlp.up_proj.weight"
+EXPERT = "model.layers.3.mlp.experts.7.up_proj.weight"
+LATENT = "model.layers.3.self_attn.kv_b_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "layout"),
+    [
+        ("qwen3_tied", UP, Layout(tp=2)),
+        ("qwen3_tied", UP, Layout(fsdp=2)),
+        ("qwen3_tied", UP, Layout(pp=2)),
+        ("deepseek", EXPERT, Layout(dp=2, ep=2)),
+        ("deepseek", LATENT, Layout(tp=2)),
+        ("deepseek", EXPERT, Layout(pp=2, vpp=2)),
+    ],
+    ids=str,
+)
 def test_a_number_that_is_not_finite_is_found_by_who_reads_it(
-    layout: Layout, models: Path, pool: Pool, tmp_path: Path
+    model: str, name: str, layout: Layout, models: Path, pool: Pool, tmp_path: Path
 ) -> None:
-    source = models / "qwen3_tied" / "policy"
+    source = models / model / "policy"
     tensors = load_file(source / "model.safetensors")
-    name = "model.layers.2.mlp.up_proj.weight"
     tensors[name][-1, -1] = torch.nan  # the last rows: one rank's, in each of these layouts
     tmp_path.joinpath("config.json").write_text((source / "config.json").read_text())
     save_file(tensors, tmp_path / "model.safetensors")

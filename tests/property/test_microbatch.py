@@ -12,6 +12,7 @@ from docklands.core.batch import Batch
 from docklands.core.fields import GROUP_ID, LOSS_MASK, TOKEN_IDS
 from docklands.errors import TrainError
 from docklands.train.microbatch import Inputs, balanced_bins, common_prefix, family_of, lay_out, plan_microbatches
+from docklands.train.share import rows_of_replicas
 
 COSTS = st.lists(st.integers(0, 60), min_size=1, max_size=40)
 
@@ -128,3 +129,23 @@ def test_equal_prompts_of_two_groups_do_not_merge() -> None:
 def test_common_prefix() -> None:
     a, b = np.array([1, 2, 3, 4]), np.array([1, 2, 5])
     assert [common_prefix(x) for x in ([], [a], [a, b], [a, a], [a, a[:2]], [a, a[:0]])] == [0, 4, 2, 4, 2, 0]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_pitfall_34_one_of_32_samples_is_20_times_longer(share: bool) -> None:
+    """Two replicas get token counts within 5 % of each other, and no micro-batch of either passes its cap."""
+    draw = np.random.default_rng(0)
+    rows = []
+    for row in range(32):
+        response = 200 if row == 13 else 10
+        ids = [row // 4 + 1, row // 4 + 2, *draw.integers(0, 50, response).tolist()]
+        rows.append((row // 4, ids, [False] * 2 + [True] * response))
+    batch, cap = batch_of(rows), 210
+    found = rows_of_replicas(batch.lengths, batch[GROUP_ID].numpy(), 2)
+    tokens = [int(batch.lengths[mine].sum()) for mine in found]
+    assert sum(tokens) == batch.num_tokens and max(tokens) <= 1.05 * min(tokens)
+    for mine in found:
+        whole = batch.select(mine)
+        layouts = [lay_out(whole.select(rows), share) for rows in plan_microbatches(whole, cap, share)]
+        assert max(layout.num_tokens for layout in layouts) <= cap
+        assert len(layouts) <= 2 and sum(len(layout.trained) for layout in layouts) == whole.num_trained_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from tests import npu_api
 from torch import Tensor
 
-from docklands import kernels
+from docklands import device, kernels
+from docklands.cli import doctor
 from docklands.errors import TrainError
 from docklands.kernels import attention, cuda, grouped_mm, npu, reference
 from docklands.kernels.prefix_attention import PrefixAttention, prefix_attention
@@ -114,6 +116,43 @@ def test_cuda_calls_torchs_varlen_attention(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, BF16)])
+def test_what_cuda_compiles(dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph, without the code that needs a GPU; the same for other numbers of tokens."""
+    monkeypatch.setattr(cuda, "BACKEND", "aot_eager")
+    for tokens in (5, 8):
+        angle_TH = torch.randn(tokens, 4).repeat(1, 2)
+        tables = angle_TH.cos(), angle_TH.sin()
+        heads = [torch.randn(tokens, 3, 8).to(dtype), torch.randn(tokens, 1, 8).to(dtype)]
+        both = lambda f: lambda q, k: torch.cat(f(q, k, *tables), 1)  # noqa: E731, B023
+        x = torch.randn(tokens, 24).to(dtype)
+        agree(both(cuda.rope), both(reference.rope), heads, tolerance)
+        agree(cuda.swiglu_fused, reference.swiglu_fused, [x], tolerance)
+        agree(cuda.swiglu, reference.swiglu, [x, x + 1], tolerance)
+        with torch.no_grad():
+            assert (cuda.swiglu_fused(x) - reference.swiglu_fused(x)).abs().sum() <= tolerance * x.numel()
+    assert cuda.swiglu_fused(x[:0]).shape == (0, 12)
+
+
+def test_what_cannot_be_compiled_is_computed_in_steps(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[int] = []
+
+    def without_triton(*_: Any) -> Any:
+        calls.append(1)
+        raise RuntimeError("no Triton here")
+
+    monkeypatch.setattr(cuda, "BACKEND", without_triton)
+    x = torch.randn(7, 24)
+    for _ in range(3):
+        assert torch.equal(cuda.swiglu_fused(x), reference.swiglu_fused(x))
+    said = [record.getMessage() for record in caplog.records if record.name == "docklands.kernels"]
+    assert len(calls) == len(said) == 1
+    assert "no Triton here" in said[0] and said[0].startswith("_swiglu_fused is not compiled")
+
+
 def test_varlen_attention_refuses_lengths_that_do_not_fit() -> None:
     q, k = torch.randn(3, 2, 8), torch.randn(5, 2, 8)
     with pytest.raises(TrainError, match="a key for every query"):
@@ -166,6 +205,26 @@ def test_what_is_used_where() -> None:
         *("rms_norm", "rope", "swiglu", "swiglu_fused"),
         *("grouped_linear", "permute", "unpermute"),
     ]
-    assert kernels.used("cuda")["varlen_attention"] == "cuda"
+    on_cuda = [op for op, module in kernels.used("cuda").items() if module == "cuda"]
+    assert on_cuda == [
+        *("varlen_attention", "packed_attention", "block_forward", "block_backward"),
+        *("rms_norm", "rope", "swiglu", "swiglu_fused"),
+    ]
     for op in kernels.OPERATIONS:
         assert callable(getattr(kernels, op))
+
+
+@pytest.mark.parametrize(
+    ("kind", "who"), [("cpu", ""), ("cuda", "torch's fused CUDA"), ("npu", "torch_npu")], ids=["cpu", "cuda", "npu"]
+)
+def test_doctor_prints_what_is_used(kind: str, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operation once, beside what computes it on the device that a run would choose."""
+    monkeypatch.setattr(device, "choose", lambda: SimpleNamespace(type=kind))
+    lines = [finding.text for finding in doctor.kernels() if finding.text.startswith(f"{kind}: ")]
+    said = {}
+    for line in lines:
+        operations, _, by = line.removeprefix(f"{kind}: ").rpartition(": ")
+        said |= dict.fromkeys(operations.split(", "), by)
+    assert said.keys() == set(kernels.OPERATIONS)
+    for op, module in kernels.used(kind).items():
+        assert said[op] == (who if module == kind else f"reference ({module})")

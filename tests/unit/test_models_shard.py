@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from docklands.errors import LayoutError
 from docklands.models import ModelConfig, table_for
 from docklands.models.catalog import catalog
+from docklands.models.model import CausalLM
 from docklands.models.params import HfPart, ParamSpec
 from docklands.models.shard import Slot, Window, assemble, held_by, place, slot_of
-from docklands.parallel import Layout
+from docklands.models.sharded import ShardedModel
+from docklands.parallel import Layout, fsdp
+from docklands.parallel.mesh import Mesh
 
 Q, KV, UNIT = 8, 2, 3
 ROWS = (Q * UNIT, KV * UNIT, KV * UNIT)
@@ -109,30 +116,80 @@ def test_a_tied_head_is_held_at_both_ends_of_a_pipeline(layout: Layout) -> None:
     assert set(held.values()) == {inner} and len(held) == len(table) - (layout.pp == 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("deepseek-r1-671b", Layout(tp=4, pp=8, ep=8, dp=8)),
-        ("qwen3-235b-a22b", Layout(tp=2, pp=16, ep=4, dp=4)),
-        ("qwen3-30b-a3b", Layout(tp=4, ep=2, dp=4)),
-        ("qwen2.5-32b", Layout(tp=8, pp=2, cp=2, context="ring", dp=2)),
-    ],
-)
+REAL = [
+    ("deepseek-r1-671b", Layout(tp=4, pp=8, ep=8, dp=8)),
+    ("qwen3-235b-a22b", Layout(tp=2, pp=16, ep=4, dp=4)),
+    ("qwen3-30b-a3b", Layout(tp=4, ep=2, dp=4)),
+    ("qwen2.5-32b", Layout(tp=8, pp=2, cp=2, context="ring", dp=2)),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), REAL, ids=str)
 def test_the_shards_of_real_models_add_up(name: str, layout: Layout) -> None:
-    """Every rank's shapes without memory; weighted by copies they are the whole model, to the element."""
+    """Every rank's shapes and bytes without memory; weighted by copies they are the whole model, to the element."""
     config = catalog.get(name)
     layout.check_model(config)
     table = table_for(config)
-    total, largest = 0.0, 0
+    total, size, largest = Fraction(0), Fraction(0), 0
     for rank in range(layout.world_size):
         at, mine = layout.coords(rank), 0
         for slot in held_by(table, layout, config.num_layers, rank).values():
             elements = math.prod(slot.local_shape(at))
             mine += elements
-            total += elements / copies_of(slot, layout)
+            total += Fraction(elements, copies_of(slot, layout))
+            size += Fraction(elements * itemsize(slot.spec), copies_of(slot, layout))
         largest = max(largest, mine)
-    assert round(total) == config.num_params
+    assert total == config.num_params
+    assert size == sum(math.prod(spec.shape) * itemsize(spec) for spec in table.stored())
     assert largest < config.num_params / layout.pp  # and no rank holds a stage
+
+
+def itemsize(spec: ParamSpec) -> int:
+    """Of a bf16 model."""
+    return 4 if spec.keep_fp32 else 2
+
+
+@pytest.fixture
+def as_rank() -> Iterator[Callable[[int, Layout], Mesh]]:
+    """-> the mesh of one rank of a layout, over process groups that reach nobody."""
+
+    def make(rank: int, layout: Layout) -> Mesh:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+        return Mesh(layout)
+
+    yield make
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layout", "step"),
+    [(*REAL[0], 7), (*REAL[1], 5), ("deepseek-r1-671b", Layout(tp=4, pp=8, ep=8, fsdp=8), 67)],
+    ids=str,
+)
+def test_the_modules_of_real_models_have_these_shapes(
+    name: str, layout: Layout, step: int, as_rank: Callable[[int, Layout], Mesh]
+) -> None:
+    """The model that training runs, on the device "meta", of ranks on every stage and at every place in it."""
+    config = catalog.get(name)
+    table, stages = table_for(config), set()
+    for rank in range(0, layout.world_size, step):
+        mesh = as_rank(rank, layout)
+        model = ShardedModel(CausalLM, config, mesh, dtype=torch.bfloat16, device="meta")
+        held = held_by(table, layout, config.num_layers, rank)
+        at = layout.coords(rank)
+        found = {name: tuple(parameter.shape) for name, parameter in model.parameters().items()}
+        assert found == {name: slot.local_shape(at) for name, slot in held.items()}
+        assert all(parameter.is_meta for parameter in model.parameters().values())
+        if layout.fsdp > 1:  # and FSDP divides the most of it by its ranks; of experts those that hold the same ones
+            local = sum(fsdp.local(parameter).numel() for parameter in model.parameters().values())
+            whole = sum(map(math.prod, found.values()))
+            experts = sum(math.prod(slot.local_shape(at)) for slot in held.values() if slot.is_expert)
+            assert local == pytest.approx(experts / layout.edp + (whole - experts) / layout.fsdp, rel=1e-3)
+        stages.add(at["pp"])
+    assert len(stages) == layout.pp or layout.fsdp > 1
 
 
 def copies_of(slot: Slot, layout: Layout) -> int:

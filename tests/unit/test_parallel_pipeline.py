@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from docklands.parallel.pipeline import Action, bubble, schedule
+from docklands.parallel.pipeline import Action, bubble, most_held, schedule
 
 
 @settings(max_examples=150)
@@ -68,3 +68,17 @@ def test_zero_bubble_is_shorter_within_the_memory_of_1f1b(pp: int, micros: int) 
                 held += -1 if action.weights else not action.backward
             most = max(most, held)
         assert most <= pp
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2), (4, 2), (2, 3)])
+def test_ranks_hold_what_the_memory_plan_counts(pp: int, vpp: int, split: bool) -> None:
+    ticks = schedule(pp, vpp, 4 * pp, True, split)
+    for rank in range(pp):
+        held = most = 0
+        for action in (tick[rank] for tick in ticks):
+            if action is not None:
+                held += -1 if action.weights or (action.backward and not split) else not action.backward
+            most = max(most, held)
+        assert 0 < most <= most_held(pp, vpp, rank, split)
+        assert split or most == most_held(pp, vpp, rank)

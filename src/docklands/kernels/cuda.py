@@ -1,15 +1,26 @@
-"""CUDA: torch's own fused operations where it has them; everything else falls back to the reference.
+"""CUDA: torch's own fused operations where it has them, rotation and SwiGLU as torch.compile fuses them; everything
+else falls back to the reference.
 
-Legend: T packed tokens, S keys, D model, N heads, K kv heads, H head dim.
+Legend: T packed tokens, S keys, D model, F feed-forward, N heads, K kv heads, H head dim.
 """
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from docklands.kernels import attention, block_attention
+from docklands.kernels import attention, block_attention, reference
+
+BACKEND: Any = "inductor"
+"""Of torch.compile."""
+
+log = logging.getLogger("docklands.kernels")
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
@@ -18,6 +29,67 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """See kernels.rms_norm; one fused kernel, statistics in fp32."""
     return F.rms_norm(x_TD, (x_TD.shape[-1],), weight_D.to(x_TD.dtype), eps)
+
+
+@cache
+def _compiled(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    """One kernel for any number of tokens, made at the first call; gives None where that fails."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    made, broken = torch.compile(function, dynamic=True, fullgraph=True, backend=backend), False
+
+    def call(*inputs: Tensor) -> Any:
+        nonlocal broken
+        if not broken:
+            try:
+                return made(*inputs)
+            except TorchDynamoException as error:  # no Triton, no C compiler
+                broken = True
+                reason = " ".join(str(error).strip().splitlines()[:2])
+                log.warning("%s is not compiled, torch computes it in steps: %s", function.__name__, reason)
+        return None
+
+    return call
+
+
+def _swiglu(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+    return F.silu(gate_TF) * up_TF
+
+
+def _swiglu_fused(gate_up_TF: Tensor) -> Tensor:
+    gate, up = gate_up_TF.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _rope(q_TNH: Tensor, k_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
+    half = q_TNH.shape[-1] // 2
+    cos, sin = cos_TH[:, None, :half].to(q_TNH.dtype), sin_TH[:, None, :half].to(q_TNH.dtype)
+    turned = []
+    for x in (q_TNH, k_TKH):
+        first, second = x[..., :half], x[..., half:]
+        turned.append(torch.cat([first * cos - second * sin, second * cos + first * sin], -1))
+    return turned[0], turned[1]
+
+
+def swiglu(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+    """See kernels.swiglu; compiled."""
+    return _or_plain(_swiglu, reference.swiglu, gate_TF, up_TF)
+
+
+def swiglu_fused(gate_up_TF: Tensor) -> Tensor:
+    """See kernels.swiglu_fused; compiled."""
+    return _or_plain(_swiglu_fused, reference.swiglu_fused, gate_up_TF)
+
+
+def rope(q_TNH: Tensor, k_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor]:
+    """See kernels.rope; q and k in one compiled function."""
+    return _or_plain(_rope, reference.rope, q_TNH, k_TKH, cos_TH, sin_TH)
+
+
+def _or_plain(function: Callable[..., Any], plain: Callable[..., Any], *inputs: Tensor) -> Any:
+    """The compiled function, or its plain form."""
+    found = _compiled(function, BACKEND)(*inputs) if inputs[0].numel() else None
+    return plain(*inputs) if found is None else found
 
 
 def varlen_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, lengths: attention.Lengths, scale: float) -> Tensor:

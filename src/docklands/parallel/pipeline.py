@@ -87,21 +87,27 @@ def _order(rank: int, pp: int, vpp: int, micros: int, backward: bool) -> list[Ac
     return found
 
 
+def most_held(pp: int, vpp: int, rank: int, split: bool = False) -> int:
+    """Passes through a chunk that wait for their backward pass on a rank of a pipeline, at most, with enough
+    micro-batches: pp - rank, or with chunks 2 (pp - rank - 1) + (vpp - 1) pp + 1. `split`: with those whose weight
+    gradients wait, on every rank as many as on the first.
+    """
+    rank = 0 if split else rank
+    return pp - rank if vpp == 1 else 2 * (pp - rank - 1) + (vpp - 1) * pp + 1
+
+
 @lru_cache(maxsize=64)
 def schedule(pp: int, vpp: int, micros: int, training: bool = True, split: bool = False) -> tuple[Tick, ...]:
     """All ticks. An action's input was made in an earlier tick.
 
-    A rank holds at most as many micro-batches as 1F1B needs to fill the pipeline: pp - rank, or with chunks
-    2 (pp - rank - 1) + (vpp - 1) pp + 1. Where a ragged last round would wait for itself, one more.
+    A rank holds at most as many micro-batches as 1F1B needs to fill the pipeline (`most_held`). Where a ragged last
+    round would wait for itself, one more.
     """
     ranks = []
     for rank in range(pp):
-        limit = pp - rank if vpp == 1 else 2 * (pp - rank - 1) + (vpp - 1) * pp + 1
         forwards = _order(rank, pp, vpp, micros, False) if micros else []
         backwards = _order(rank, pp, vpp, micros, True) if training and micros else []
-        ranks.append(_Rank(forwards, backwards, limit))
-    for rank in ranks:
-        rank.most = ranks[0].limit if split else 0
+        ranks.append(_Rank(forwards, backwards, most_held(pp, vpp, rank), most_held(pp, vpp, 0) if split else 0))
     ticks: list[Tick] = []
     done: set[Action] = set()
     while any(rank.forwards or rank.backwards or rank.waiting for rank in ranks):
