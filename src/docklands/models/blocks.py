@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from docklands.models.config import ModelConfig
 from docklands.models.routing import Routes
 from docklands.models.savers import again
 from docklands.parallel.tensor import TensorParallel
+
+if TYPE_CHECKING:
+    from docklands.models.lora import Adapters
 
 
 class AttentionContext(Protocol):
@@ -39,15 +42,21 @@ class PackedCausal:
 
 
 class Linear(nn.Module):
-    """weight [out, in], optional bias [out]; computes in the activation's dtype."""
+    """weight [out, in], optional bias [out]; computes in the activation's dtype. lora: what is added to the product."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.lora: Adapters | None = None
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """With the adapters' part, where there are any."""
+        out = kernels.linear(x, self.weight, bias)
+        return out if self.lora is None else self.lora(x, out)
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.linear(x, self.weight, self.bias)
+        return self.product(x, self.bias)
 
 
 class ColumnLinear(Linear):
@@ -58,7 +67,7 @@ class ColumnLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.tp is not None:
             x = self.tp.enter(x)
-        return kernels.linear(x, self.weight, self.bias)
+        return self.product(x, self.bias)
 
 
 class RowLinear(Linear):
@@ -68,8 +77,8 @@ class RowLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp is None:
-            return kernels.linear(x, self.weight, self.bias)
-        out = self.tp.leave(kernels.linear(x, self.weight))
+            return self.product(x, self.bias)
+        out = self.tp.leave(self.product(x, None))
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 

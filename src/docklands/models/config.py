@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from docklands.errors import ConfigError, DataError
+from docklands.models.adapters import LoraConfig
 from docklands.registry import Registry
 
 
@@ -102,6 +103,7 @@ class ModelConfig:
     eos_ids        every id that ends a response; bos_id, pad_id: -1 when the model has none
     moe, mla       None: dense layers, grouped-query attention
     mtp_layers     multi-token-prediction layers after the last one: kept in files, not computed
+    lora           low-rank adapters beside the weights; None: none. Not in config.json
     """
 
     architecture: str
@@ -127,6 +129,7 @@ class ModelConfig:
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     mtp_layers: int = 0
+    lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):

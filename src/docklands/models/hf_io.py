@@ -21,6 +21,7 @@ from docklands.models.build import ModelT, allocate
 from docklands.models.config import HfConfig, ModelConfig, families
 from docklands.models.fp8 import SCALE, Block, block_of, dequantize
 from docklands.models.hf_write import MAX_SHARD_BYTES, write_directory
+from docklands.models.lora import init_adapters, merged
 from docklands.models.model import CausalLM, ValueModel
 from docklands.models.params import ParamTable
 
@@ -179,22 +180,40 @@ def unmodelled(files: Mapping[str, Path], config: ModelConfig) -> tuple[list[str
     return [name for name in files if name.startswith(layers) and not name.endswith(SCALE)], scales
 
 
-def load(path: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> CausalLM:
-    """The language model of a Hugging Face directory, weights converted to `dtype`. Raises DataError, ConfigError."""
+def load(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    config: ModelConfig | None = None,
+    seed: int = 0,
+) -> CausalLM:
+    """The language model of a Hugging Face directory, weights converted to `dtype`. Raises DataError, ConfigError.
+
+    config  None: the directory's; else that with adapters, whose first values `seed` decides on
+    """
     optional = {LM_HEAD} if read_config(path).tie_embeddings else set()
-    return _load(CausalLM, Path(path), dtype, device, optional)
+    model = _load(CausalLM, Path(path), (dtype, device), optional, config)
+    init_adapters(model, model.table, seed)
+    return model
 
 
 def load_value(path: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> ValueModel:
     """A value model on the trunk of any of our directories; a head that the directory lacks starts at zero."""
-    return _load(ValueModel, Path(path), dtype, device, {LM_HEAD, *VALUE_HEAD})
+    return _load(ValueModel, Path(path), (dtype, device), {LM_HEAD, *VALUE_HEAD})
 
 
-def _load(kind: type[ModelT], path: Path, dtype: torch.dtype, device: str, optional: set[str]) -> ModelT:
-    config = read_config(path)
+def _load(
+    kind: type[ModelT],
+    path: Path,
+    where: tuple[torch.dtype, str],
+    optional: set[str],
+    config: ModelConfig | None = None,
+) -> ModelT:
+    config = config or read_config(path)
     files = tensor_files(path)
     optional = optional.union(*unmodelled(files, config))
-    model = allocate(kind, config, dtype, device)
+    model = allocate(kind, config, *where)
     if isinstance(model, ValueModel):
         nn.init.zeros_(model.value_head.weight)
         nn.init.zeros_(model.value_head.bias)  # type: ignore[arg-type]
@@ -203,8 +222,11 @@ def _load(kind: type[ModelT], path: Path, dtype: torch.dtype, device: str, optio
 
 
 def hf_tensors(model: CausalLM | ValueModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of every stored parameter; `dtype` None: as the model holds it."""
-    return hf_parts(model.table, ((name, p.detach()) for name, p in model.named_parameters()), dtype)
+    """(Hugging Face name, tensor) of every stored parameter, adapters merged; `dtype` None: as the model holds it."""
+    named: Iterable[tuple[str, Tensor]] = ((name, p.detach()) for name, p in model.named_parameters())
+    if model.config.lora is not None:
+        named = merged(named, model.table, model.config.lora.scale)
+    return hf_parts(model.table, named, dtype)
 
 
 def hf_parts(
@@ -217,6 +239,7 @@ def hf_parts(
         to = rows.dtype if dtype is None or spec.keep_fp32 else dtype
         for hf_name, shape, start in spec.hf_shapes():
             yield hf_name, rows[start : start + shape[0]].to(to)
+        del whole, rows  # it may be the only one in memory
 
 
 def carried(source: Path, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

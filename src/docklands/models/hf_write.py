@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,14 @@ def write_directory(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     texts: dict[str, str] | None = None,
 ) -> None:
-    """Write config.json, the tensors (sharded when they exceed max_shard_bytes), companion files of `source` and
-    `texts` (file name -> content). An existing directory is replaced only once the new one is complete.
+    """Write config.json, the tensors, companion files of `source` and `texts` (file name -> content).
+
+    max_shard_bytes  of a file, and so of the tensors that are held until it is written; one larger tensor has its own
+
+    An existing directory is replaced only once the new one is complete.
     CheckpointError when something cannot be written; nothing is left behind then.
     """
-    scratch: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        scratch.chmod(0o755)
+    with whole(path) as scratch:
         _write_tensors(scratch, tensors, max_shard_bytes)
         _write_text(scratch / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
         for name in COMPANIONS if source is not None else ():
@@ -57,6 +57,19 @@ def write_directory(
                 shutil.copyfile(source / name, scratch / name)  # type: ignore[operator]
         for name, text in (texts or {}).items():
             _write_text(scratch / name, text)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A directory to write into, which takes the place of `path` when this is left without an error. CheckpointError
+    when something cannot be written; nothing is left behind then.
+    """
+    scratch: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        scratch.chmod(0o755)
+        yield scratch
         for file in scratch.iterdir():
             file.chmod(0o644)  # safetensors writes for the owner only
             _sync(file)
@@ -79,9 +92,10 @@ def _write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_s
         if held and size + tensor.nbytes > max_shard_bytes:
             shards.append(_write_shard(directory, len(shards), held))
             held, size = {}, 0
-        held[name] = tensor.cpu().contiguous()
+        held[name] = _own(tensor.cpu().contiguous())
         size += tensor.nbytes
         total += tensor.nbytes
+        del tensor  # with it, the parameter that it may be a view of
     shards.append(_write_shard(directory, len(shards), held))
     if len(shards) == 1:
         (directory / "shard-0").rename(directory / "model.safetensors")
@@ -96,10 +110,15 @@ def _write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_s
 
 
 def _write_shard(directory: Path, number: int, held: dict[str, Tensor]) -> list[str]:
-    # Views into a fused parameter share its storage, which safetensors refuses: give those a storage of their own.
-    own = {k: t.clone() if t.untyped_storage().nbytes() != t.nbytes else t for k, t in held.items()}
-    save_file(own, directory / f"shard-{number}", metadata={"format": "pt"})
+    save_file(held, directory / f"shard-{number}", metadata={"format": "pt"})
     return list(held)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A view into a fused parameter gets a storage of its own: safetensors refuses shared ones, and the parameter need
+    not be held until its parts are written.
+    """
+    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
 
 def _write_text(file: Path, text: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from docklands import kernels
+from docklands.models import lora
 from docklands.models.blocks import AttentionContext, Block, ColumnLinear, Linear, RmsNorm, RowLinear, yarn_mscale
 from docklands.models.config import ModelConfig
 
@@ -84,7 +85,7 @@ class Mla(nn.Module):
 
     def up_projections(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """kv_b by head: what makes the keys [N, U, R], what makes the values [N, W, R]."""
-        weight = self.kv_b.weight.to(dtype).unflatten(0, (-1, self.mla.nope_dim + self.mla.v_dim))
+        weight = lora.merged_weight(self.kv_b).to(dtype).unflatten(0, (-1, self.mla.nope_dim + self.mla.v_dim))
         up_NUR, out_NWR = weight.split([self.mla.nope_dim, self.mla.v_dim], 1)
         return up_NUR, out_NWR
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from docklands import kernels
+from docklands.models import lora
+from docklands.models.adapters import is_adapter
 from docklands.models.blocks import (
     AttentionContext,
     Block,
@@ -123,6 +125,8 @@ class CausalLM(Trunk):
         super().__init__(config)
         self.table: ParamTable = table_for(config)
         self.head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
+        if config.lora is not None:
+            lora.attach(self, self.table, config.lora.scale)
 
     def forward(
         self,
@@ -176,7 +180,10 @@ def init_weights(model: Trunk, seed: int) -> None:
     """Normal matrices (config.init_std), unit norms, zero biases and value head; the same numbers on every device."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        parameter.copy_(initial(name, parameter.shape, model.config, generator))
+        if not is_adapter(name):
+            parameter.copy_(initial(name, parameter.shape, model.config, generator))
+    if isinstance(model, CausalLM):
+        lora.init_adapters(model, model.table, seed)
 
 
 def initial(name: str, shape: Sequence[int], config: ModelConfig, generator: torch.Generator) -> Tensor:

@@ -6,7 +6,7 @@ Legend: T packed tokens, D model, F feed-forward of an expert, E experts, k expe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from docklands.models.config import ModelConfig, MoeConfig
 from docklands.models.routing import Routes, Routing, route, update_bias
 from docklands.models.savers import again
 from docklands.parallel.expert import ExpertParallel
+
+if TYPE_CHECKING:
+    from docklands.models.lora import Adapters
 
 
 class Router(nn.Module):
@@ -58,11 +61,16 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(config.experts, 2 * config.expert_size, size))
         self.down = nn.Parameter(torch.empty(config.experts, size, config.expert_size))
+        self.lora: Adapters | None = None
 
     def forward(self, x_MD: Tensor, ends_E: Tensor) -> Tensor:
         """Rows sorted by expert, `ends_E` int32 one past the last row of each -> y_MD."""
-        hidden_MF = again(kernels.swiglu_fused, kernels.grouped_linear(x_MD, self.gate_up, ends_E))
-        return kernels.grouped_linear(hidden_MF, self.down, ends_E)
+        gate_up_M = kernels.grouped_linear(x_MD, self.gate_up, ends_E)
+        if self.lora is not None:
+            gate_up_M = self.lora(x_MD, gate_up_M, "gate_up", ends_E)
+        hidden_MF = again(kernels.swiglu_fused, gate_up_M)
+        y_MD = kernels.grouped_linear(hidden_MF, self.down, ends_E)
+        return y_MD if self.lora is None else self.lora(hidden_MF, y_MD, "down", ends_E)
 
 
 class Moe(nn.Module):
@@ -93,7 +101,8 @@ class Moe(nn.Module):
         return y_TD if self.shared is None else y_TD + self.shared(x_TD)
 
     def _rows(self, choice_Tk: Tensor, x: Tensor) -> ExpertRows:
-        return ExpertRows(choice_Tk, self.experts.gate_up, self.experts.down, x.dtype)
+        more = () if self.experts.lora is None else self.experts.lora.parameters()
+        return ExpertRows(choice_Tk, self.experts.gate_up, self.experts.down, x.dtype, more)
 
     def _elsewhere(self, x_TD: Tensor, routing: Routing, parallel: ExpertParallel) -> Tensor:
         """Rows travel to the ranks that hold their experts, and back. -> y_TD"""

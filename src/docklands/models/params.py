@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeVar, overload
 
+from docklands.models.adapters import interleaved
 from docklands.models.config import MlaConfig, ModelConfig, MoeConfig
 
 Split = Literal["column", "row", "vocab", "none"]
@@ -54,6 +55,8 @@ class ParamSpec:
     layer     layer index, or None outside the blocks
     expert_dim  0 when dim 0 counts experts, else None
     keep_fp32   held and written in fp32 whatever the model's dtype
+    adapts      of an adapter's tensor: the name of the matrix that it is added to
+    partial     whole on every tensor-parallel rank, of which each makes a part of its gradient
     """
 
     name: str
@@ -65,6 +68,8 @@ class ParamSpec:
     layer: int | None = None
     expert_dim: int | None = None
     keep_fp32: bool = False
+    adapts: str = ""
+    partial: bool = False
 
     @property
     def experts(self) -> int:
@@ -82,6 +87,15 @@ class ParamSpec:
         """Dimension that tensor parallelism splits."""
         dim = {"column": 0, "vocab": 0, "row": 1, "none": None}[self.split]
         return dim if dim is None or self.expert_dim is None else dim + 1
+
+    @property
+    def quantized(self) -> bool:
+        """Whether a transfer in fp8 quantises it: matrices of the layers, experts' too; not embeddings, the head,
+        norms, biases and the router, which models in fp8 keep as they are (DeepSeek-V3, arXiv 2412.19437, 3.3.1).
+        """
+        matrix = len(self.shape) == (3 if self.experts else 2)
+        kept = self.keep_fp32 or self.name.endswith("router.weight") or self.adapts
+        return matrix and self.layer is not None and not kept
 
     def hf_shapes(self) -> list[tuple[str, tuple[int, ...], int]]:
         """(Hugging Face name, shape, first row in ours) of each part; see `by_rows`."""
@@ -125,8 +139,9 @@ class ParamTable(Sequence[ParamSpec]):
         return (spec for spec in self._specs if spec.tied_to is None)
 
     def hf_index(self) -> dict[str, tuple[ParamSpec, tuple[int, ...], int]]:
-        """Hugging Face name -> (entry, shape there, first row in ours), stored entries only."""
-        return {name: (spec, shape, start) for spec in self.stored() for name, shape, start in spec.hf_shapes()}
+        """Hugging Face name -> (entry, shape there, first row in ours), stored entries only, without adapters."""
+        specs = (spec for spec in self.stored() if not spec.adapts)
+        return {name: (spec, shape, start) for spec in specs for name, shape, start in spec.hf_shapes()}
 
 
 class _Layer:
@@ -237,4 +252,4 @@ def table_for(config: ModelConfig, value_head: bool = False) -> ParamTable:
         tied = "embed.weight" if c.tie_embeddings else None
         head = (HfPart("lm_head.weight"),)
         specs.append(ParamSpec("head.weight", (c.vocab_size, c.hidden_size), head, "vocab", tied_to=tied))
-    return ParamTable(specs)
+    return ParamTable(interleaved(specs, c.lora))

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from docklands.models.adapters import rows_of
 from docklands.models.blocks import Block, ColumnLinear, Embedding, Linear, RowLinear
 from docklands.models.config import ModelConfig
+from docklands.models.lora import Adapters
 from docklands.models.model import CausalLM, Trunk
 from docklands.models.moe import Moe
 from docklands.models.params import ParamSpec, ParamTable
@@ -70,7 +72,8 @@ class Slot:
 
     spec     its entry in the table (the embedding's, for a tied head on another stage)
     cuts     split dimensions
-    partial  each tensor-parallel rank's gradient is a part of the sum, though the parameter is whole
+    partial  each tensor-parallel rank's gradient is a part of the sum, though the parameter is whole (of experts: each
+             rank that splits them)
     """
 
     name: str
@@ -117,6 +120,12 @@ class Slot:
         for chosen in itertools.product(*dims):
             yield tuple(ours for ours, _ in chosen), tuple(theirs for _, theirs in chosen)
 
+    def part_rows(self, at: Mapping[str, int]) -> list[int]:
+        """Rows here of each part that the parameter is fused of."""
+        dim = len(self.spec.shape) - 2
+        cut = next((cut for cut in self.cuts if cut.dim == dim and cut.axis != "ep"), None)
+        return list(rows_of(self.spec)) if cut is None else [len(piece) for piece in cut.pieces(at[cut.axis])]
+
     def copies(self) -> list[tuple[int, int, int]]:
         """(first row, last row + 1, copies) of the local tensor on the tensor axis; copies > 1: shared kv heads."""
         found, at = [], 0
@@ -135,8 +144,9 @@ def slot_of(name: str, spec: ParamSpec, layout: Layout) -> Slot:
     if size > 1 and dim is not None:
         parts = (spec.shape[dim],) if spec.split == "row" else spec.parts
         cuts.append(Cut(dim, axis, size, spec.split, parts, spec.unit))
-    whole = layout.tp > 1 and dim is None and not spec.experts
-    return Slot(name, spec, tuple(cuts), whole and (layout.sp or name.split(".")[-2] in PER_HEAD_NORMS))
+    whole = size > 1 and dim is None
+    apart = not spec.experts and (layout.sp or name.split(".")[-2] in PER_HEAD_NORMS)
+    return Slot(name, spec, tuple(cuts), whole and (apart or spec.partial))
 
 
 def slots_of(table: ParamTable, layout: Layout) -> dict[str, Slot]:
@@ -182,12 +192,22 @@ def stage_of(kind: type[Trunk], config: ModelConfig, mesh: Mesh, chunk: int) -> 
             holder, _, leaf = name.rpartition(".")
             local = nn.Parameter(torch.empty(slot.local_shape(mesh.coords)), parameter.requires_grad)
             setattr(model.get_submodule(holder), leaf, local)
+        for module in model.modules():
+            if isinstance(module, Adapters):
+                _rows_here(model, module, slots, mesh)
     if mesh.tp is not None:
         _connect(model, slots, TensorParallel(mesh.tp, layout.sp))
     for module in model.modules():
         if isinstance(module, Moe) and (mesh.ep or mesh.etp):
             module.parallel = ExpertParallel(mesh.ep, len(module.experts.gate_up), mesh.etp)
     return model, slots
+
+
+def _rows_here(model: Trunk, adapters: Adapters, slots: Mapping[str, Slot], mesh: Mesh) -> None:
+    """Tell a module's adapters how many rows of each projection are here."""
+    path = next(name for name, module in model.named_modules() if module is adapters).removesuffix(".lora")
+    for matrix in adapters.rows:
+        adapters.rows[matrix] = slots[f"{path}.{matrix}"].part_rows(mesh.coords)
 
 
 def _keep(model: Trunk, layers: range, first: bool, last: bool) -> None:

@@ -20,6 +20,7 @@ from docklands.models import hf_io
 from docklands.models.config import ModelConfig
 from docklands.models.fp8 import SCALE, block_of
 from docklands.models.hf_write import write_directory
+from docklands.models.lora import first_values, merged
 from docklands.models.model import CausalLM, Trunk, ValueModel, initial
 from docklands.models.params import ParamTable, table_for
 from docklands.models.shard import Slot, Window, assemble, slots_of, stage_of
@@ -60,6 +61,7 @@ class ShardedModel:
             return
         model.activation_dtype = dtype
         kind = torch.device(device).type
+        kind = "cpu" if kind == "meta" else kind  # FSDP asks the mesh for a current device
         dense = mesh.shard and mesh.shard.device_mesh(kind)
         sparse = mesh.expert_shard and mesh.expert_shard.device_mesh(kind)
         apart: list[nn.Parameter] = []
@@ -93,11 +95,22 @@ class ShardedModel:
         """The same first values as those of the whole model in one process."""
         generator = torch.Generator().manual_seed(seed)
         mine = self.parameters()
+        self.init_adapters(seed)
         for spec in self.table.stored():
+            if spec.adapts:
+                continue
             draw = initial(spec.name, spec.shape, self.config, generator)
             for name in (spec.name, *(s.name for s in self.table if s.tied_to == spec.name)):
                 if name in mine:
                     self._write(name, mine[name], draw, [(0, size) for size in spec.shape])
+
+    @torch.no_grad()
+    def init_adapters(self, seed: int) -> None:
+        """The first values that they have in one process."""
+        for name, parameter in self.parameters().items():
+            spec = self.slots[name].spec
+            if spec.adapts:
+                self._write(name, parameter, first_values(spec, seed), [(0, size) for size in spec.shape])
 
     def _write(self, name: str, target: Tensor, source: Any, region: Sequence[tuple[int, int]]) -> None:
         """Copy what this rank holds of a region of a whole parameter into a local tensor. `source`: tensor or file."""
@@ -200,7 +213,10 @@ class ShardedModel:
         """
         local = {name: parameter.detach() for name, parameter in self.parameters().items()}
         stored = dtype or next(iter(local.values())).dtype
-        tensors = hf_io.hf_parts(self.table, self.whole(local), dtype)
+        whole = self.whole(local)
+        if self.config.lora is not None:
+            whole = merged(whole, self.table, self.config.lora.scale)
+        tensors = hf_io.hf_parts(self.table, whole, dtype)
         if self.mesh.rank == 0:
             values, more = hf_io.export_plan(self.config, stored, source, self.kind is ValueModel)
             try:

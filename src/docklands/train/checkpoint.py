@@ -16,6 +16,8 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,19 @@ Stamp = dict[str, int]
 """What the marker holds of a file: {"size": bytes, "crc32": of all of them}."""
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A checkpoint on its way: `writing` becomes `path` once it is complete; `stamps` of the files that are in it."""
+
+    path: Path
+    keep: int
+    stamps: dict[str, Stamp]
+
+    @property
+    def writing(self) -> Path:
+        return writing_of(self.path)
+
+
 def save(
     root: Path | str, step: int, states: Mapping[str, Mapping[str, Any]], keep: int = 2, files: Sequence[Path] = ()
 ) -> Path:
@@ -44,30 +59,60 @@ def save(
     States hold tensors, numbers, strings, None and containers of them. A checkpoint of the same step is replaced.
     CheckpointError when it cannot be written (disk full, no permission): what was there before is untouched.
     """
-    root = Path(root)
-    path = root / f"step_{step:06d}"
-    writing = root / f"{_WRITING}{path.name}"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        recover(root)
-        sweep(root)
+    return finish(begin(root, step, states, keep, files), {})
+
+
+def begin(
+    root: Path | str, step: int, states: Mapping[str, Mapping[str, Any]], keep: int = 2, files: Sequence[Path] = ()
+) -> Begun:
+    """As `save`, but for the end: others write files into its directory `writing` before `finish`."""
+    path = Path(root) / f"step_{step:06d}"
+    writing = writing_of(path)
+    with cleared(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        recover(path.parent)
+        sweep(path.parent)
         writing.mkdir()
         stamps = {f"{name}.pt": write(writing / f"{name}.pt", state) for name, state in states.items()}
         stamps |= {file.name: stamp(file) for file in files}
         for file in files:
             shutil.move(file, writing / file.name)
-        write_marker(writing / MARKER, step, stamps)
-        sync_directory(writing)
-        put_in_place(writing, path)
+    return Begun(path, keep, stamps)
+
+
+def finish(begun: Begun, stamps: Mapping[str, Stamp]) -> Path:
+    """The marker, the name, and the end of older ones. `stamps`: of the files that were written since `begin`."""
+    path = begun.path
+    with cleared(path):
+        write_marker(begun.writing / MARKER, step_of(path), {**begun.stamps, **stamps})
+        sync(begun.writing)
+        put_in_place(begun.writing, path)
+    prune(path.parent, begun.keep, path)
+    return path
+
+
+@contextmanager
+def cleared(path: Path) -> Iterator[None]:
+    """A disk that refuses is a CheckpointError, and leaves nothing of this checkpoint behind."""
+    try:
+        yield
     except OSError as error:
-        shutil.rmtree(writing, ignore_errors=True)
-        recover(root)
+        abandon(path)
         raise CheckpointError(
-            f"checkpoint of step {step} was not written to {root}: {error.strerror or error}",
+            f"checkpoint of step {step_of(path)} was not written to {path.parent}: {error.strerror or error}",
             "free space or set run.dir to another disk; checkpoints from before are intact",
         ) from error
-    prune(root, keep, path)
-    return path
+
+
+def abandon(path: Path) -> None:
+    """Remove what there is of a checkpoint that is not complete."""
+    shutil.rmtree(writing_of(path), ignore_errors=True)
+    recover(path.parent)
+
+
+def writing_of(path: Path) -> Path:
+    """Where a checkpoint is while it is written."""
+    return path.with_name(f"{_WRITING}{path.name}")
 
 
 def latest(root: Path | str) -> Path | None:
@@ -131,8 +176,10 @@ def step_of(path: Path | str) -> int:
     return int(match[1])
 
 
-def load(path: Path | str, name: str) -> dict[str, Any]:
+def load(path: Path | str, name: str, mapped: bool = False) -> dict[str, Any]:
     """One state of a complete checkpoint, on the CPU. Only data is read, never code.
+
+    mapped  its tensors are of the file as it lies there: read where they are used, and not verified
 
     CheckpointError when the checkpoint is not complete, lacks the state, is damaged, or cannot be read.
     """
@@ -141,9 +188,10 @@ def load(path: Path | str, name: str) -> dict[str, Any]:
     if is_complete(path) and file.name not in read_stamps(path):
         have = ", ".join(sorted(p.stem for p in path.glob("*.pt")))
         raise CheckpointError(f"checkpoint {path} has no state {name!r}", f"it has: {have or 'none'}")
-    verify(path, [file.name])
+    if not mapped:
+        verify(path, [file.name])
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch raises many kinds for a damaged file; all mean the same here
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"cannot read {file}: {first}", REMOVE) from error
@@ -205,7 +253,7 @@ def put_in_place(writing: Path, path: Path) -> None:
     if path.exists():
         os.rename(path, aside)
     os.rename(writing, path)
-    sync_directory(path.parent)
+    sync(path.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -242,8 +290,8 @@ def prune(root: Path, keep: int, newest: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def sync_directory(path: Path) -> None:
-    """Make names in a directory durable."""
+def sync(path: Path) -> None:
+    """Make a file's bytes, or the names in a directory, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -27,6 +27,7 @@ from docklands.errors import NonFinite, TrainError
 from docklands.kernels.logprob import CHUNK_ELEMENTS, KEPT_BYTES, Held
 from docklands.kernels.prefix_attention import PrefixAttention
 from docklands.models import CausalLM, ValueModel
+from docklands.models.lora import adapters_of, freeze_base, merged
 from docklands.obs.metrics import Metrics
 from docklands.train.microbatch import Layout, lay_out, plan_microbatches
 from docklands.train.offload import install, reset, saver_metrics, update_metrics
@@ -79,7 +80,7 @@ class TrainEngine:
                     parameter.data = parameter.data.to(dtype)
         else:
             model.float()
-            self.optimizer = Optimizer(named, optim, total_updates)
+            self.optimizer = Optimizer(freeze_base(named, dtype), optim, total_updates)
             self.optimizer.compute_in(dtype)
 
     @property
@@ -242,13 +243,22 @@ class TrainEngine:
 
     # --- weights and state ------------------------------------------------------------------------------------
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every parameter as the forward pass uses it; tied ones once. The tensors are live."""
         return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As `parts`; adapters are merged into new tensors, one at a time."""
+        lora = self.model.config.lora
+        return self.parts() if lora is None else merged(self.parts(), self.model.table, lora.scale)
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Of `parts`, what is trained where there are adapters."""
+        return adapters_of(self.parts())
+
     def masters(self) -> dict[str, Tensor]:
-        """fp32 weights by name (the live ones); of a frozen engine, what it computes with."""
-        return dict(self.optimizer.masters) if self.optimizer else dict(self.weights())
+        """fp32 weights that are trained, by name (the live ones); of a frozen engine, what it computes with."""
+        return dict(self.optimizer.masters) if self.optimizer else dict(self.parts())
 
     def state_dict(self) -> dict[str, Any]:
         """fp32 weights, optimizer, schedule, counts, version. The tensors are live: write them at once."""
@@ -263,7 +273,7 @@ class TrainEngine:
         A missing optimizer state is an error, never a fresh one; settings that differ are logged and kept in `notes`.
         """
         if self.optimizer is None:
-            copy_named(state.get("model"), dict(self.weights()), "weights")
+            copy_named(state.get("model"), dict(self.parts()), "weights")
         else:
             self.optimizer.check_state(state.get("optimizer"))
             self.optimizer.load_masters(state.get("model"))  # checks too, before it copies

@@ -15,6 +15,7 @@ from docklands.core.fields import LOSS_MASK, TOKEN_IDS
 from docklands.parallel import fsdp
 from docklands.sync.memory import Kind
 from docklands.train.engine import TrainEngine
+from docklands.train.lora import MergedWeights
 from docklands.train.sharded import ShardedEngine
 
 Resident = dict[Kind, dict[str, Tensor]]
@@ -28,7 +29,8 @@ class TrainState:
     """
 
     def __init__(self, policy: TrainEngine, others: Mapping[str, TrainEngine] | None = None) -> None:
-        self.policy, self.others = policy, dict(others or {})
+        self.policy = policy
+        self.others = {role: engine for role, engine in (others or {}).items() if engine is not policy}  # its base
 
     def resident(self) -> Resident:
         """Local tensors; those of the policy by their own names. Moments that rest in a lower tier are not here."""
@@ -37,6 +39,15 @@ class TrainState:
             for kind, tensors in resident(engine).items():
                 found[kind] |= {f"{role}/{name}": tensor for name, tensor in tensors.items()}
         return found
+
+    def published(self, weights: Mapping[str, Tensor], adapters: bool) -> Mapping[str, Tensor]:
+        """Of the resident weights, what generators get, by local name: those without adapters get them merged. Call on
+        every rank.
+        """
+        policy = self.policy
+        if adapters or not isinstance(policy, ShardedEngine) or policy.sharded.config.lora is None:
+            return weights
+        return MergedWeights(policy, weights)
 
     def probe(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """The policy's log-probs of these sequences, fp32 [T], each sequence's first 0. Call on every rank."""

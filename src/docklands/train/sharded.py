@@ -29,12 +29,12 @@ from docklands.kernels import sampled_logprob
 from docklands.kernels.deferred import Store
 from docklands.kernels.logprob_parallel import VocabularyPart, sampled_logprob_parallel
 from docklands.models import CausalLM, ValueModel
+from docklands.models.lora import freeze_base
 from docklands.models.sharded import ShardedModel
 from docklands.obs.metrics import Metrics
 from docklands.parallel.collectives import all_gather, all_reduce
 from docklands.parallel.mesh import Mesh
 from docklands.parallel.pipeline import Pipeline
-from docklands.train import sharded_state
 from docklands.train.engine import SumCount, TrainEngine, spread
 from docklands.train.microbatch import Layout, lay_out, plan_microbatches
 from docklands.train.offload import install, reset, saver_metrics, update_metrics
@@ -117,6 +117,7 @@ class ShardedEngine(TrainEngine):
                 if parameter.dim() >= 2 and not gathers:
                     parameter.data = parameter.data.to(dtype)
         else:
+            freeze_base(model.parameters(), None if gathers else dtype)
             self.optimizer = ShardedOptimizer(model, optim, total_updates)
             if not gathers:
                 self.optimizer.compute_in(dtype)
@@ -308,22 +309,22 @@ class ShardedEngine(TrainEngine):
 
     # --- weights and state ------------------------------------------------------------------------------------
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) of every parameter as the forward pass uses it, gathered one at a time on every rank."""
         return self.sharded.whole({name: p.detach() for name, p in self.sharded.parameters().items()})
 
     def masters(self) -> dict[str, Tensor]:
-        """fp32 weights of this rank's shards, by name (the live ones)."""
+        """fp32 shards of this rank's that are trained, by name (the live ones); of a frozen engine, all."""
         own = {name: p.detach() for name, p in self.sharded.parameters().items()}
         return dict(self.optimizer.masters) if self.optimizer else own
 
     def state_dict(self) -> dict[str, Any]:
-        """See sharded_state.collect: whole tensors, on rank 0 only. Larger models: sharded_checkpoint.py."""
-        return sharded_state.collect(self)
+        """TrainError: no process holds it; see sharded_checkpoint.py."""
+        raise TrainError("one rank's state is not the model's", "sharded_checkpoint saves what all ranks hold")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take this rank's slices of a whole state, as TrainEngine's or this one's rank 0 gives it. CheckpointError."""
-        sharded_state.take(self, state)
+        """TrainError; see sharded_checkpoint.py."""
+        raise TrainError("one rank's state is not the model's", "sharded_checkpoint loads what all ranks hold")
 
 
 def begin_routers(engine: ShardedEngine, work: list[Work]) -> None:

@@ -1,21 +1,21 @@
 """Checkpoints that every rank writes its part of, and that any layout reads: torch's distributed checkpoint underneath.
 
-    root/step_000004/<name>/__0_0.distcp ... .metadata   counts.json   COMPLETE
+    root/step_000004/engines/__0_0.distcp __1_0.distcp ... .metadata   counts.json   flow.pt ...   COMPLETE
 
 What lies on disk are regions of whole parameters (and of their moments), each written by one of the ranks that hold it,
-so the layout that wrote leaves no trace. Directories are written aside and appear by one rename, as in checkpoint.py.
-`save_async` copies what it writes and returns; a thread of each rank does the rest beside the training.
+so the layout that wrote leaves no trace. `checkpoint.begin` has made the directory; it appears by one rename, as there.
+What one process wrote (`<role>.pt`, whole tensors) is read here too: each rank maps the file and copies its regions.
 Torch keeps its index as a pickle: read checkpoints of people you trust only.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
-import os
-import shutil
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,52 +25,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from docklands.errors import CheckpointError
-from docklands.models.shard import Slices, Slot, Window
-from docklands.parallel import fsdp
+from docklands.obs.spans import span
 from docklands.train import checkpoint
-from docklands.train.sharded import ShardedEngine
+from docklands.train.engine import TrainEngine
+from docklands.train.sharded_state import Regions, counts_of, names_of, regions_of
 
-COUNTS = "counts.json"
+FOLDER, COUNTS = "engines", "counts.json"
 
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # torch's, when one rank writes alone
 
-class Regions:
-    """A local tensor as regions of a whole one: what torch's planner calls chunks, any number of them."""
-
-    def __init__(self, slot: Slot, at: dict[str, int], local: Tensor, window: Window | None) -> None:
-        self.local = local
-        self.shape = torch.Size(slot.spec.shape)
-        whole = [(0, size) for size in slot.spec.shape]
-        self.regions: dict[torch.Size, tuple[Slices, torch.Size]] = {}
-        for ours, theirs in slot.overlaps(at, whole, window):
-            offsets, sizes = zip(*((s.start, s.stop - s.start) for s in theirs))
-            self.regions[torch.Size(offsets)] = ours, torch.Size(sizes)
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.local.dtype)
-        return [
-            WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
-            for chunk in self.__create_chunk_list__()
-            for data in (TensorWriteData(chunk, properties, self.shape),)
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets, sizes) for offsets, (_, sizes) in self.regions.items()]
-
-    def at(self, index: MetadataIndex) -> Tensor:
-        """A view of the region that begins there."""
-        assert index.offset is not None
-        return self.local[self.regions[index.offset][0]]
-
-    def size(self) -> torch.Size:
-        """Of the whole tensor."""
-        return self.shape
+Group = dist.ProcessGroup | None
+Engines = Mapping[str, TrainEngine]
+"""By role. All are of one mesh, or of this process alone."""
 
 
 class _Save(DefaultSavePlanner):
@@ -90,176 +61,252 @@ class _Load(DefaultLoadPlanner):
         return self.state_dict[index.fqn].at(index)
 
 
-def regions_of(engine: ShardedEngine, copy: bool = False) -> dict[str, Regions]:
-    """This rank's weights and moments, by the names of whole parameters. A tied head goes by its embedding's name.
+# --- writing ------------------------------------------------------------------------------------------------------
 
-    copy  of the tensors, on the CPU: training may go on
-    """
-    parameters, masters = engine.sharded.parameters(), engine.masters()
-    state: dict[str, Regions] = {}
-    for name, slot in engine.sharded.slots.items():
-        found = fsdp.window(parameters[name].data)
-        window = None if found is None else Window(*found)
-        kinds = {"weights": masters[name]}
-        if engine.optimizer is not None and parameters[name].requires_grad:
-            kinds["exp_avg"], kinds["exp_avg_sq"] = engine.optimizer.moments[name]
-        for kind, tensor in kinds.items():
-            local = fsdp.local(tensor)
-            local = local.detach().to("cpu", copy=True) if copy else local
-            state[f"{kind}/{slot.spec.name}"] = Regions(slot, engine.mesh.coords, local, window)
-    return state
+
+class _Stream(io.BufferedWriter):
+    """A file that remembers why a write failed: torch tells that in words of its own."""
+
+    why: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.why = self.why or error
+            raise
+
+
+class _Files(FileSystem):
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        if "w" not in mode:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with _Stream(io.FileIO(path, "w")) as stream:
+            try:
+                yield stream
+            except RuntimeError:
+                if stream.why is not None:
+                    raise stream.why from None
+                raise
 
 
 @dataclass(frozen=True)
 class Saving:
-    """A checkpoint on its way to the disk. `group`: the ranks that write it; None: this process alone."""
+    """This rank's part of a checkpoint on its way to the disk. `group`: the ranks that write it; None: this one."""
 
-    path: Path
-    name: str
-    keep: int
+    begun: checkpoint.Begun
     state: dict[str, Regions]
     counts: dict[str, Any]
-    group: dist.ProcessGroup | None
+    group: Group
+
+    @staticmethod
+    def of(begun: checkpoint.Begun, engines: Engines, group: Group, copy: bool = False) -> Saving:
+        """copy  of the tensors: training may go on while `write` runs in a thread, `group` being for it alone"""
+        state: dict[str, Regions] = {}
+        for role, engine in engines.items():
+            state |= regions_of(engine, role, copy)
+        return Saving(begun, state, {role: counts_of(engine) for role, engine in engines.items()}, group)
+
+    @property
+    def bytes(self) -> int:
+        """That this rank holds; of what several hold, one writes each region."""
+        return sum(regions.local.nbytes for regions in self.state.values())
 
     def write(self) -> Path:
-        """All of it, all ranks together."""
-        root, writing = self.path.parent, self.path.parent / f".writing-{self.path.name}"
-        first = self.group is None or dist.get_rank(self.group) == 0
+        """All of it, all ranks together; -> its directory. CheckpointError on every rank when that cannot be done: what
+        was there before is untouched, and nothing of this one is left.
+        """
+        begun, rank = self.begun, 0 if self.group is None else dist.get_rank(self.group)
+        step = checkpoint.step_of(begun.path)
         try:
-            together(self.group, (lambda: self._prepare(root, writing)) if first else None, f"{root} cannot be written")
-            writer = FileSystemWriter(writing / self.name, single_file_per_rank=True, sync_files=True)
-            alone = self.group is None
-            together(
-                self.group,
-                lambda: dcp_save(
-                    self.state, storage_writer=writer, planner=_Save(), process_group=self.group, no_dist=alone
-                ),
-                f"{self.path} cannot be written",
-            )
-            together(self.group, (lambda: self._finish(writing)) if first else None, f"{self.path} cannot be finished")
+            with span("checkpoint/write", step=step, bytes=self.bytes):
+                together(self.group, self._tensors, f"{begun.path} cannot be written")
+                stamps: dict[str, checkpoint.Stamp] = {}
+                for mine in together(self.group, lambda: self._stamps(rank), f"{begun.path} cannot be read back"):
+                    stamps |= mine
+                finish = (lambda: checkpoint.finish(begun, stamps)) if rank == 0 else None
+                together(self.group, finish, f"{begun.path} cannot be finished")
         except CheckpointError:
-            if first:
-                shutil.rmtree(writing, ignore_errors=True)
-                checkpoint.recover(root)
+            if rank == 0:
+                checkpoint.abandon(begun.path)
             raise
-        return self.path
+        return begun.path
 
-    def _prepare(self, root: Path, writing: Path) -> None:
-        root.mkdir(parents=True, exist_ok=True)
-        checkpoint.recover(root)
-        checkpoint.sweep(root)
-        writing.mkdir()
+    def _tensors(self) -> None:
+        writer = FileSystemWriter(self.begun.writing / FOLDER, single_file_per_rank=True, sync_files=True)
+        writer.fs = _Files()
+        alone = self.group is None
+        dcp_save(self.state, storage_writer=writer, planner=_Save(), process_group=self.group, no_dist=alone)
 
-    def _finish(self, writing: Path) -> None:
-        (writing / COUNTS).write_text(json.dumps(self.counts), encoding="utf-8")
-        files = [file for file in sorted(writing.rglob("*")) if file.is_file()]
-        for file in files:
-            sync(file)
-        stamps = {str(file.relative_to(writing)): checkpoint.stamp(file) for file in files}
-        checkpoint.write_marker(writing / checkpoint.MARKER, checkpoint.step_of(self.path), stamps)
-        checkpoint.sync_directory(writing)
-        checkpoint.put_in_place(writing, self.path)
-        checkpoint.prune(self.path.parent, self.keep, self.path)
-
-
-def save(root: Path | str, step: int, engine: ShardedEngine, name: str = "actor", keep: int = 2) -> Path:
-    """Write this checkpoint, all ranks together; afterwards `keep` complete ones remain. -> its directory.
-
-    CheckpointError on every rank when it cannot be written; what was there before is untouched.
-    """
-    world = engine.mesh.world
-    path = Path(root) / f"step_{step:06d}"
-    return Saving(path, name, keep, regions_of(engine), counts_of(engine), world and world.pg).write()
+    def _stamps(self, rank: int) -> dict[str, checkpoint.Stamp]:
+        """Of the files that this rank has written."""
+        folder = self.begun.writing
+        files = sorted((folder / FOLDER).glob(f"__{rank}_*"))
+        if rank == 0:
+            (folder / COUNTS).write_text(json.dumps(self.counts), encoding="utf-8")
+            checkpoint.sync(folder / COUNTS)
+            checkpoint.sync(folder / FOLDER)
+            files += [folder / COUNTS, folder / FOLDER / ".metadata"]
+        return {str(file.relative_to(folder)): checkpoint.stamp(file) for file in files}
 
 
-def save_async(root: Path | str, step: int, engine: ShardedEngine, name: str = "actor", keep: int = 2) -> Future[Path]:
-    """As `save`, of a copy, in a thread: -> what `save` gives or raises, when it is done.
-
-    Call it on every rank, and only after the one before is done.
-    """
-    path = Path(root) / f"step_{step:06d}"
-    group = engine.mesh.background()
-    saving = Saving(path, name, keep, regions_of(engine, copy=True), counts_of(engine), group)
-    thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-    done = thread.submit(saving.write)
-    thread.shutdown(wait=False)  # ends after this one; a process that exits waits for it
-    return done
+# --- reading ------------------------------------------------------------------------------------------------------
 
 
-def counts_of(engine: ShardedEngine) -> dict[str, Any]:
-    """What is not a tensor."""
-    return {"version": engine.version, "optimizer": engine.optimizer and engine.optimizer.counts()}
+def roles_in(path: Path) -> set[str]:
+    """Whose state a complete checkpoint holds."""
+    stamps = checkpoint.read_stamps(path)
+    shards = set(json.loads((path / COUNTS).read_text(encoding="utf-8"))) if COUNTS in stamps else set()
+    return shards | {name.removesuffix(".pt") for name in stamps if name.endswith(".pt")} - {"flow"}
 
 
-def load(path: Path | str, engine: ShardedEngine, name: str = "actor") -> None:
-    """Take weights, moments and counts from a checkpoint of any layout, all ranks together. CheckpointError."""
-    path = Path(path)
+def is_whole(path: Path, role: str) -> bool:
+    """Whether one process wrote it, as one file."""
+    return f"{role}.pt" in checkpoint.read_stamps(path)
+
+
+def files_of(path: Path, role: str) -> list[str]:
+    """Names, in a checkpoint, of the files that hold a role's state. CheckpointError when there are none."""
     if not checkpoint.is_complete(path):
         raise CheckpointError(f"checkpoint {path} is not complete", "it was cut off while it was written; use another")
-    state = regions_of(engine)
-    reader = FileSystemReader(path / name)
-    group = engine.mesh.world and engine.mesh.world.pg
+    if role not in roles_in(path):
+        have = ", ".join(sorted(roles_in(path)))
+        raise CheckpointError(f"checkpoint {path} has no state {role!r}", f"it has: {have or 'none'}")
+    if is_whole(path, role):
+        return [f"{role}.pt"]
+    return [name for name in checkpoint.read_stamps(path) if name == COUNTS or name.startswith(f"{FOLDER}/")]
+
+
+def load(path: Path | str, engines: Engines, group: Group = None) -> None:
+    """Take weights, moments and counts from a checkpoint of any layout, all ranks of `group` together.
+
+    CheckpointError, on every rank alike; nothing is changed when a part is missing or of another model.
+    """
+    path = Path(path)
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    mine = sorted(checkpoint.read_stamps(path))[rank::ranks]  # each rank looks at its share of the files
+    (files, *_) = together(group, lambda: sorted({f for role in engines for f in files_of(path, role)}), str(path))
+    mine = files[rank::ranks]  # each rank looks at its share of the files
     together(group, lambda: checkpoint.verify(path, mine), f"{path} cannot be loaded")
-
-    def read() -> None:
-        check(reader, state, path)
-        dcp_load(state, storage_reader=reader, planner=_Load(), no_dist=True)  # every rank reads what it needs
-
-    together(group, read, f"{path} cannot be loaded")
-    counts = json.loads((path / COUNTS).read_text(encoding="utf-8"))
-    engine.version = int(counts["version"])
-    if engine.optimizer is not None:
-        if counts["optimizer"] is None:
-            raise CheckpointError("the checkpoint has no optimizer state", "it cannot be resumed from")
-        engine.notes = engine.optimizer.load_counts(counts["optimizer"])
-        engine.optimizer.round_copies()
-        engine.optimizer.clear()
+    for role, engine in engines.items():
+        state = regions_of(engine, role)
+        read = _whole if is_whole(path, role) else _shards
+        (counts, *_) = together(group, lambda: read(path, role, engine, state), f"{path} cannot be loaded")  # noqa: B023
+        engine.version = int(counts["version"])
+        if engine.optimizer is not None:
+            engine.notes = engine.optimizer.load_counts(counts["optimizer"])
+            engine.optimizer.round_copies()
+            engine.optimizer.clear()
+            engine.routers.forget()
 
 
-def check(reader: FileSystemReader, state: dict[str, Regions], path: Path) -> None:
-    """CheckpointError when a tensor is missing or of another shape."""
-    saved = reader.read_metadata().state_dict_metadata
+def _shards(path: Path, role: str, engine: TrainEngine, state: dict[str, Regions]) -> dict[str, Any]:
+    """Every rank reads what it needs. -> what is not a tensor."""
+    counts = json.loads((path / COUNTS).read_text(encoding="utf-8"))[role]
+    reader = FileSystemReader(path / FOLDER)
+    index = reader.read_metadata()
+    saved = index.state_dict_metadata
+    check(path, role, engine, {name: tuple(found.size) for name, found in saved.items()}, state)  # type: ignore[union-attr]
+    for name in state:
+        held = sum(math.prod(chunk.sizes) for chunk in saved[name].chunks)  # type: ignore[union-attr]
+        if held != math.prod(state[name].shape):
+            raise CheckpointError(f"checkpoint {path}: {name} has {held} of {math.prod(state[name].shape)} elements")
+    planner = _Load()
+    planner.set_up_planner(state, index, True)
+    reader.set_up_storage_reader(index, True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    reader.read_data(plan, planner).wait()
+    return counts
+
+
+def _whole(path: Path, role: str, engine: TrainEngine, state: dict[str, Regions]) -> dict[str, Any]:
+    """The same, of what one process wrote."""
+    found = checkpoint.load(path, role, mapped=True)
+    optimizer = found.pop("optimizer", {})
+    kinds = {"weights": found["model"], **{kind: optimizer.pop(kind, {}) for kind in ("exp_avg", "exp_avg_sq")}}
+    saved = {f"{role}/{kind}/{name}": tensor for kind, named in kinds.items() for name, tensor in named.items()}
+    check(path, role, engine, {name: tuple(tensor.shape) for name, tensor in saved.items()}, state)
+    for name, regions in state.items():
+        regions.take(saved[name])
+    return {"version": found.get("version", 0), "optimizer": optimizer}
+
+
+def check(
+    path: Path, role: str, engine: TrainEngine, saved: Mapping[str, tuple[int, ...]], state: Mapping[str, Regions]
+) -> None:
+    """CheckpointError when a tensor is missing, too many, or of another shape. `saved`: shapes."""
+    if engine.optimizer is not None and not any(name.startswith(f"{role}/exp_avg/") for name in saved):
+        raise CheckpointError("the checkpoint has no optimizer state", "it cannot be resumed from")
     for name, regions in state.items():
         if name not in saved:
             raise CheckpointError(
                 f"checkpoint {path} lacks {name}", "it is of another model, or has no optimizer state"
             )
-        found = getattr(saved[name], "size", None)
-        if found != regions.shape:
+        if saved[name] != tuple(regions.shape):
             raise CheckpointError(
-                f"checkpoint {path}: {name} has shape {list(found or ())}, needed {list(regions.shape)}",
+                f"checkpoint {path}: {name} has shape {list(saved[name])}, needed {list(regions.shape)}",
                 "the checkpoint is of another model",
             )
-        held = sum(math.prod(chunk.sizes) for chunk in saved[name].chunks)  # type: ignore[union-attr]
-        if held != math.prod(regions.shape):
-            raise CheckpointError(f"checkpoint {path}: {name} has {held} of {math.prod(regions.shape)} elements")
+    known = {f"{role}/weights/{name}" for name in names_of(engine)}
+    if more := sorted(name for name in saved if name.startswith(f"{role}/weights/") and name not in known):
+        raise CheckpointError(
+            f"checkpoint {path} has {len(more)} unknown weights (first: {more[0]})", "it is of another model"
+        )
 
 
-def together(group: dist.ProcessGroup | None, action: Callable[[], Any] | None, what: str) -> None:
-    """Do something, then wait for all ranks; CheckpointError on all of them when one failed."""
-    error = ""
+def weights(path: Path | str, role: str = "actor") -> Iterator[tuple[str, Tensor]]:
+    """(name, whole fp32 tensor) of a role's weights, one at a time: beside it, at most one saved region is held.
+
+    CheckpointError when the checkpoint is not complete, lacks the role, or is damaged.
+    """
+    path = Path(path)
+    checkpoint.verify(path, files_of(path, role))
+    if is_whole(path, role):
+        yield from checkpoint.load(path, role, mapped=True)["model"].items()
+        return
+    reader = FileSystemReader(path / FOLDER)
+    index = reader.read_metadata()
+    for key, saved in index.state_dict_metadata.items():
+        if not key.startswith(f"{role}/weights/"):
+            continue
+        whole = None
+        for chunk in saved.chunks:  # type: ignore[union-attr]
+            part = _region(reader, index.storage_data[MetadataIndex(key, chunk.offsets)])  # type: ignore[index]
+            if chunk.sizes == saved.size:  # type: ignore[union-attr]
+                whole = part
+            else:
+                whole = part.new_empty(saved.size) if whole is None else whole  # type: ignore[union-attr]
+                whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes))] = part
+            del part  # before the next is read
+        if whole is not None:
+            yield key.removeprefix(f"{role}/weights/"), whole
+
+
+def _region(reader: FileSystemReader, where: Any) -> Tensor:
+    """One saved region, read from its place in its file."""
+    with reader.fs.create_stream(reader.fs.concat_path(reader.path, where.relative_path), "rb") as file:
+        return torch.load(reader._slice_file(file, where), map_location="cpu", weights_only=True)
+
+
+def together(group: Group, action: Callable[[], Any] | None, what: str) -> list[Any]:
+    """Do something, then wait for all ranks; -> what it gave on each. CheckpointError on all when one has failed."""
+    error, found, hint = "", None, "checkpoints from before are intact"
     try:
         if action is not None:
-            action()
+            found = action()
     except CheckpointException as failure:  # one for each rank; all of them say the same here
         rank, (cause, _) = next(iter(failure.failures.items()))
         error = f"{what}: rank {rank}: {type(cause).__name__} {cause}"
-    except (OSError, RuntimeError, ValueError, CheckpointError) as failure:
+    except CheckpointError as failure:
+        error, hint = failure.message, failure.hint
+    except (OSError, RuntimeError, ValueError) as failure:
         error = f"{what}: {failure}"
-    errors: list[Any] = [error] * (1 if group is None else dist.get_world_size(group))
+    answers: list[Any] = [(error, hint, found)] * (1 if group is None else dist.get_world_size(group))
     if group is not None:
-        dist.all_gather_object(errors, error, group=group)
-    for said in errors:
+        dist.all_gather_object(answers, (error, hint, found), group=group)
+    for said, why, _ in answers:
         if said:
-            raise CheckpointError(said.splitlines()[0], "checkpoints from before are intact")
-
-
-def sync(file: Path) -> None:
-    """Make a file's bytes durable."""
-    handle = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            raise CheckpointError(said.splitlines()[0], why)
+    return [given for _, _, given in answers]

@@ -2,7 +2,8 @@
 
 Gradients are summed when the update comes, once for all micro-batches, in fp32 and in buckets:
     replicate   over ranks that hold the same parameters and saw other tokens
-    tp          whole parameters of which each tensor-parallel rank has a part of the gradient (norms, biases, routers)
+    tp, etp     whole parameters of which each tensor-parallel rank has a part of the gradient (norms, biases, routers;
+                of an adapter, the half that its base is not split along)
     kv          key and value heads that several tensor-parallel ranks hold
     ends        a tied embedding on the first and the last pipeline stage
 """
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from docklands.config.schema import OptimSection
 from docklands.errors import NonFinite
+from docklands.models.lora import trained_of
 from docklands.models.sharded import ShardedModel
 from docklands.parallel import fsdp
 from docklands.parallel.collectives import all_reduce
@@ -30,7 +32,7 @@ class ShardedOptimizer(Optimizer):
     """AdamW on this rank's shards. `made`: gradients of an update are at hand, on every rank alike."""
 
     def __init__(self, model: ShardedModel, section: OptimSection, total_updates: int) -> None:
-        super().__init__(model.parameters(), section, total_updates)
+        super().__init__(trained_of(model.parameters()), section, total_updates)
         self.model = model
         self.mesh = model.mesh
         self.trained = [name for name, p in self.parameters.items() if p.requires_grad]
@@ -84,7 +86,8 @@ class ShardedOptimizer(Optimizer):
         mesh, slots = self.mesh, self.model.slots
         self._sum([g for n, g in grads.items() if slots[n].is_expert], mesh.expert_replicate)
         self._sum([g for n, g in grads.items() if not slots[n].is_expert], mesh.replicate)
-        self._sum([g for n, g in grads.items() if slots[n].partial], mesh.tp)
+        self._sum([g for n, g in grads.items() if slots[n].partial and not slots[n].is_expert], mesh.tp)
+        self._sum([g for n, g in grads.items() if slots[n].partial and slots[n].is_expert], mesh.etp)
         self._sum([grads[n][a:b] for n, rows in self._shared.items() for a, b, _ in rows], self.model.kv)
         if mesh.ends is not None:
             self._sum([g for n, g in grads.items() if self._at_both_ends(n)], mesh.ends)

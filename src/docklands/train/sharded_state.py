@@ -1,67 +1,109 @@
-"""The state of a sharded engine as one process knows it: whole tensors by name, whatever the layout."""
+"""The state of an engine as regions of whole tensors: what this process has of each, whatever the layout."""
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from docklands.errors import CheckpointError
+from docklands.models.shard import Slices, Window
 from docklands.parallel import fsdp
-from docklands.train.optim import check_named
-
-if TYPE_CHECKING:
-    from docklands.train.sharded import ShardedEngine
-
-log = logging.getLogger("docklands.train")
+from docklands.train.engine import TrainEngine
+from docklands.train.sharded import ShardedEngine
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def collect(engine: ShardedEngine) -> dict[str, Any]:
-    """What TrainEngine.state_dict gives, whole tensors on the CPU of rank 0; on other ranks their dicts are empty.
+class Regions:
+    """A local tensor as regions of a whole one: what torch's planner calls chunks, any number of them.
 
-    Every rank calls it. For models that one process can hold.
+    regions  offsets in the whole tensor -> (slices of the local one, sizes)
     """
-    state: dict[str, Any] = {"version": engine.version, "model": _whole(engine, engine.masters())}
-    if engine.optimizer:
-        state["optimizer"] = engine.optimizer.counts()
-        for slot, key in enumerate(MOMENTS):
-            state["optimizer"][key] = _whole(engine, {n: pair[slot] for n, pair in engine.optimizer.moments.items()})
+
+    def __init__(self, local: Tensor, shape: tuple[int, ...], pairs: Iterator[tuple[Slices, Slices]]) -> None:
+        """pairs: (slices of the local tensor, of the whole one) that are the same elements."""
+        self.local = local
+        self.shape = torch.Size(shape)
+        self.regions: dict[torch.Size, tuple[Slices, torch.Size]] = {}
+        for ours, theirs in pairs:
+            offsets, sizes = zip(*((s.start, s.stop - s.start) for s in theirs))
+            self.regions[torch.Size(offsets)] = ours, torch.Size(sizes)
+
+    @staticmethod
+    def whole(tensor: Tensor) -> Regions:
+        """All of a tensor."""
+        everything = tuple(slice(0, size) for size in tensor.shape)
+        return Regions(tensor, tuple(tensor.shape), iter([(everything, everything)]))
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.local.dtype)
+        return [
+            WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+            for chunk in self.__create_chunk_list__()
+            for data in (TensorWriteData(chunk, properties, self.shape),)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets, sizes) for offsets, (_, sizes) in self.regions.items()]
+
+    def at(self, index: MetadataIndex) -> Tensor:
+        """A view of the region that begins there."""
+        assert index.offset is not None
+        return self.local[self.regions[index.offset][0]]
+
+    def size(self) -> torch.Size:
+        """Of the whole tensor."""
+        return self.shape
+
+    def take(self, whole: Tensor) -> None:
+        """Copy the regions out of the whole tensor."""
+        for offsets, (ours, sizes) in self.regions.items():
+            self.local[ours].copy_(whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))])
+
+
+def regions_of(engine: TrainEngine, role: str, copy: bool = False) -> dict[str, Regions]:
+    """This process's trained weights and their moments by `<role>/weights/<name>`, `<role>/exp_avg/<name>`, ...
+
+    Names are those of whole parameters; a tied head goes by its embedding's.
+
+    copy  of the tensors, on the CPU: training may go on
+    """
+    sharded = engine.sharded if isinstance(engine, ShardedEngine) else None
+    parameters = sharded.parameters() if sharded else dict(engine.model.named_parameters())
+    masters, optimizer = engine.masters(), engine.optimizer
+    moments = optimizer.moments if optimizer else {}
+    state: dict[str, Regions] = {}
+    for name, master in masters.items():
+        parameter, kinds = parameters[name], {"weights": master}
+        if parameter.requires_grad and name in moments:
+            kinds |= zip(MOMENTS, moments[name], strict=True)
+        slot = sharded.slots[name] if sharded else None
+        stored = slot.spec.name if slot else name
+        for kind, tensor in kinds.items():
+            local = fsdp.local(tensor).detach()
+            local = local.to("cpu", copy=True) if copy else local
+            if slot is None:
+                state[f"{role}/{kind}/{stored}"] = Regions.whole(local)
+                continue
+            found, shape = fsdp.window(parameter.data), slot.spec.shape
+            window = None if found is None else Window(*found)
+            pairs = slot.overlaps(engine.mesh.coords, [(0, size) for size in shape], window)  # type: ignore[attr-defined]
+            state[f"{role}/{kind}/{stored}"] = Regions(local, shape, pairs)
+    if copy and optimizer is not None:
+        optimizer.resting.rest()
     return state
 
 
-def _whole(engine: ShardedEngine, shards: dict[str, Tensor]) -> dict[str, Tensor]:
-    parameters = engine.sharded.parameters()
-    kept = {}
-    local = {name: fsdp.like(parameters[name].data, shard) for name, shard in shards.items()}
-    for name, tensor in engine.sharded.whole(local):  # every rank takes part in gathering each
-        if engine.mesh.rank == 0:
-            kept[name] = tensor.cpu().clone()
-    return kept
+def names_of(engine: TrainEngine) -> set[str]:
+    """Of all stored parameters of the whole model."""
+    table = engine.sharded.table if isinstance(engine, ShardedEngine) else engine.model.table
+    return {spec.name for spec in table.stored()}  # type: ignore[union-attr]
 
 
-def take(engine: ShardedEngine, state: dict[str, Any]) -> None:
-    """This rank's slices of a whole state. Nothing is changed when a part is missing or of another model."""
-    shapes = {spec.name: torch.empty(spec.shape, device="meta") for spec in engine.sharded.table.stored()}
-    check_named(state.get("model"), shapes, "weights")
-    targets = [(engine.masters(), state["model"])]
-    optimizer = engine.optimizer
-    if optimizer is not None:
-        saved = state.get("optimizer")
-        if not isinstance(saved, dict) or "updates" not in saved:
-            raise CheckpointError("the checkpoint has no optimizer state", "it cannot be resumed from")
-        for slot, key in enumerate(MOMENTS):
-            check_named(saved.get(key), shapes, f"optimizer {key}")
-            targets.append(({name: pair[slot] for name, pair in optimizer.moments.items()}, saved[key]))
-        engine.notes = optimizer.load_counts(saved)
-    for shards, whole in targets:
-        engine.sharded.scatter(shards, whole)
-    if optimizer is not None:
-        optimizer.round_copies()
-        optimizer.clear()
-    engine.version = int(state.get("version", 0))
-    for note in engine.notes:
-        log.warning("resumed with a changed setting: optim.%s", note)
+def counts_of(engine: TrainEngine) -> dict[str, Any]:
+    """What is not a tensor: plain data."""
+    return {"version": engine.version, "optimizer": engine.optimizer and engine.optimizer.counts()}
