@@ -3,10 +3,18 @@
     DOCKLANDS_VLLM_PYTHON=... python bench/vllm_update.py [--quick] [--model tiny|135m|both] [--rounds N]
 
 Work: a model with random weights, fp32 in the trainer; vLLM holds it in the model's dtype, on CPU, in this one process.
-Ours takes the trainer's named parameters. vLLM reloads a safetensors directory that is already written, in its dtype
-and in the page cache; a second line adds what a run would have to do first, writing that directory. Both reset the
-prefix cache. After the rounds our engine's log-probabilities are the trainer's, or nothing is printed; vLLM's own are
-not asked for: where the head is tied to the embedding, its reload on CPU leaves the head's packed copy as it was.
+Ours takes the trainer's named parameters (fp32: cast on the way), or those in vLLM's dtype, as a publish by plan leaves
+them. vLLM (`reload_weights` by collective_rpc, its own way) reloads a safetensors directory in its dtype,
+
+    warm     already written, and in the page cache
+    cold     already written and on the disk alone: its pages are dropped before (posix_fadvise), outside of the time
+    written  written and synced to the disk in the time, then reloaded from the disk: what a run has to do that hands
+             its weights over this way, every step. The trainer's export is ours (models.export)
+
+Both reset the prefix cache. Metrics are wall seconds, and CPU seconds of the process (user + system, all threads): the
+latter say more on a machine with other work. After the rounds our engine's log-probabilities are the trainer's, or
+nothing is printed; vLLM's own are not asked for: where the head is tied to the embedding, its reload on CPU leaves the
+head's packed copy as it was.
 
 DOCKLANDS_VLLM_PYTHON is the interpreter of an environment with requirements/vllm.txt; without it this says so and
 ends. Rounds are interleaved, figures are medians, the spread is the middle half of the ratios of single rounds.
@@ -40,10 +48,23 @@ def shape(name: str) -> tuple[Any, str]:
     return ModelConfig("LlamaForCausalLM", *sizes, tie_embeddings=True, max_positions=512), "bfloat16"
 
 
-def timed(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
+Cost = tuple[float, float]
+"""Seconds: wall, CPU of this process."""
+
+
+def timed(call: Callable[[], object]) -> Cost:
+    wall, cpu = time.perf_counter(), time.process_time()
     call()
-    return time.perf_counter() - began
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def to_disk(folder: Path) -> None:
+    """A directory is on the disk, and there alone."""
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
 def own_reload(path: Path, dtype: str) -> Callable[[Path], None]:
@@ -75,7 +96,7 @@ def measure(name: str, rounds: int) -> None:
     trainers = [models.build(config, seed=seed) for seed in (1, 2)]
     section = RolloutSection(max_batch=8, max_response_tokens=32)
     engine = VllmEngine(config, section, dtype=getattr(torch, dtype), longest=128)
-    rows: list[list[float]] = []
+    rows: list[dict[str, Cost]] = []
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / str(i) for i in range(2)]
 
@@ -87,12 +108,18 @@ def measure(name: str, rounds: int) -> None:
         reload = own_reload(paths[0], dtype)
         for step in range(2 + rounds):
             i = step % 2
-            ours = timed(lambda i=i: engine.load_weights(trainers[i].named_parameters(), i))
-            rows.append([ours, timed(lambda i=i: reload(paths[i])), timed(lambda i=i: write(i))])
+            planned = [(n, p.detach().to(getattr(torch, dtype))) for n, p in trainers[i].named_parameters()]
+            row = {"planned": timed(lambda i=i, planned=planned: engine.load_weights(planned, i))}
+            row["ours"] = timed(lambda i=i: engine.load_weights(trainers[i].named_parameters(), i))
+            row["warm"] = timed(lambda i=i: reload(paths[i]))
+            row["write"] = timed(lambda i=i: (write(i), to_disk(paths[i])))
+            row["cold"] = timed(lambda i=i: reload(paths[i]))
+            rows.append(row)
     check(engine, trainers[i], 1e-4 if dtype == "float32" else 0.1)
     rows = rows[2:]  # the first two were warm-up
-    report(name, dtype, "update in place vs vLLM's reload of a directory", rows, lambda row: row[1])
-    report(name, dtype, "update in place vs writing a directory and reloading it", rows, lambda row: row[1] + row[2])
+    for ours, what in (("ours", "update from fp32"), ("planned", f"update from {dtype}")):
+        for peer, against in PEERS.items():
+            report(f"{name} {dtype}: {what} vs {against}", rows, ours, peer)
 
 
 def check(engine: Any, trainer: Any, tolerance: float) -> None:
@@ -114,17 +141,26 @@ def check(engine: Any, trainer: Any, tolerance: float) -> None:
         raise SystemExit(f"after the updates, log-probabilities are {apart:.3g} from the trainer's")
 
 
-def report(name: str, dtype: str, metric: str, rows: list[list[float]], peer: Callable[[list[float]], float]) -> None:
-    """One JSON line; times in ms."""
-    ratios = [peer(row) / row[0] for row in rows]
-    spread = statistics.quantiles(ratios, n=4)[::2] if len(rows) > 1 else ratios * 2
-    line = {
-        "bench": "vllm_update", "metric": f"{name} {dtype} {metric}, ms",
-        "ours": round(1000 * statistics.median(row[0] for row in rows), 2),
-        "peer": round(1000 * statistics.median(map(peer, rows)), 2),
-        "ratio": round(statistics.median(ratios), 2), "n": len(rows), "spread": [round(x, 3) for x in spread],
-    }  # fmt: skip
-    print(json.dumps(line), flush=True)
+PEERS = {
+    ("warm",): "reload, directory in the page cache",
+    ("cold",): "reload, directory on the disk",
+    ("write", "cold"): "writing to the disk and reloading",
+}
+
+
+def report(metric: str, rows: list[dict[str, Cost]], ours: str, peer: tuple[str, ...]) -> None:
+    """Two JSON lines, wall and CPU; times in ms."""
+    for index, clock in enumerate(("wall", "CPU")):
+        mine = [1000 * row[ours][index] for row in rows]
+        theirs = [1000 * sum(row[part][index] for part in peer) for row in rows]
+        ratios = [b / a for a, b in zip(mine, theirs)]
+        spread = statistics.quantiles(ratios, n=4)[::2] if len(rows) > 1 else ratios * 2
+        line = {
+            "bench": "vllm_update", "metric": f"{metric}, {clock} ms",
+            "ours": round(statistics.median(mine), 2), "peer": round(statistics.median(theirs), 2),
+            "ratio": round(statistics.median(ratios), 2), "n": len(rows), "spread": [round(x, 3) for x in spread],
+        }  # fmt: skip
+        print(json.dumps(line), flush=True)
 
 
 def main() -> None:

@@ -7,10 +7,12 @@ from collections import defaultdict
 from typing import Any
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
 from docklands.errors import LayoutError
 from docklands.models.config import MlaConfig, ModelConfig, MoeConfig
+from docklands.models.shard import held_by, place
 from docklands.parallel.layout import Layout
 from docklands.sync.boxes import view
 from docklands.sync.plan import Plan
@@ -44,6 +46,41 @@ MODELS = {
         moe=dataclasses.replace(MOE, scoring="sigmoid", groups=2, top_groups=1, shared_size=16, first_dense=1),
     ),
 }
+
+
+def draw_model(draw: Any) -> ModelConfig:
+    """Any small model: dense or with experts, grouped or latent attention, tied or not, biases and norms or not."""
+    heads = draw(st.sampled_from([2, 4, 6, 8]))
+    some: dict[str, Any] = {name: draw(st.booleans()) for name in ("tie_embeddings", "qkv_bias", "o_bias", "qk_norm")}
+    if draw(st.booleans()):
+        groups = draw(st.sampled_from([1, 2]))
+        some["moe"] = MoeConfig(
+            draw(st.sampled_from([4, 6, 8])),
+            2,
+            draw(st.sampled_from([4, 8])),
+            shared_size=draw(st.sampled_from([0, 8])),
+            scoring=draw(st.sampled_from(["softmax", "sigmoid"])),
+            groups=groups,
+            top_groups=groups,
+            first_dense=draw(st.integers(0, 2)),
+            sparse_step=draw(st.integers(1, 2)),
+        )
+    if draw(st.booleans()):
+        nope, rope, rank = 2 * draw(st.integers(1, 2)), 2 * draw(st.integers(1, 2)), draw(st.integers(0, 7))
+        some["mla"] = MlaConfig(rank, draw(st.integers(1, 9)), nope, rope, draw(st.integers(1, 5)))
+        some |= {"num_kv_heads": heads, "head_dim": nope + rope}
+    else:
+        shared = [n for n in range(1, heads + 1) if heads % n == 0]
+        some |= {"num_kv_heads": draw(st.sampled_from(shared)), "head_dim": draw(st.sampled_from([2, 4]))}
+    return ModelConfig(
+        architecture="Qwen2ForCausalLM",
+        vocab_size=draw(st.integers(5, 40)),
+        hidden_size=draw(st.integers(3, 20)),
+        num_layers=draw(st.integers(1, 5)),
+        num_heads=heads,
+        intermediate_size=draw(st.sampled_from([8, 12, 24])),
+        **some,
+    )
 
 
 def draw_layout(draw: Any, model: ModelConfig, ranks: int = 16) -> Layout:
@@ -122,14 +159,30 @@ def execute(plan: Plan, sources: list[Weights]) -> tuple[list[Weights], np.ndarr
     return targets, received
 
 
+def owned(plan: Plan, layout: Layout, rank: int, whole: Weights) -> dict[str, np.ndarray]:
+    """Elements that a rank of a layout holds, by stored name: by the rules by which models are built."""
+    at, found = layout.coords(rank), {}
+    layers = 1 + max(spec.layer for spec in plan.table if spec.layer is not None)
+    for slot in held_by(plan.table, layout, layers, rank).values():
+        local = place(slot, at, torch.from_numpy(whole[slot.spec.name]))
+        if layout.fsdp > 1 and not slot.spec.keep_fp32:
+            index, ranks = at["fsdp"] * layout.cp + at["cp"], layout.fsdp * layout.cp
+            if slot.is_expert:
+                index, ranks = at["edp"], layout.edp
+            dim = 1 if slot.is_expert and local.shape[1] % ranks == 0 else 0
+            pieces = local.chunk(ranks, dim)
+            local = pieces[index] if index < len(pieces) else local[:0]
+        found[slot.spec.name] = local.numpy().reshape(-1)
+    return found
+
+
 def lower_bound(plan: Plan, whole: Weights) -> np.ndarray:
     """Bytes that each device must receive: elements that it needs and does not hold, counted one by one."""
     found = np.zeros(plan.devices, np.int64)
-    for device in range(plan.devices):
-        script = Script(plan, device)
-        here, needed = shard(script.source, whole), shard(script.target, whole)
-        for name, array in needed.items():
-            have = set(here[name].reshape(-1).tolist()) if name in here else set()
-            missing = set(array.reshape(-1).tolist()) - have
-            found[device] += len(missing) * plan.family_of(name).itemsize
+    for rank in range(plan.target.world_size):
+        device = plan.first_generator + rank
+        here = owned(plan, plan.source, device, whole) if device < plan.source.world_size else {}
+        for name, numbers in owned(plan, plan.target, rank, whole).items():
+            missing = set(numbers.tolist()) - set(here[name].tolist() if name in here else ())
+            found[device] += len(missing) * (4 if plan.table.by_name(name).keep_fp32 else plan.options.itemsize)
     return found

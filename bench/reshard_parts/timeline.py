@@ -30,7 +30,7 @@ def record(rank: Any) -> dict[str, Any]:
     weights, tiers = rank.trained(), MemoryTiers()
     plan = rank.movers["minimal"].plan
     mover = Resharder(plan, dtype=torch.bfloat16, timeout_s=600, ledger=tiers.ledger)
-    handover = Handover(mover, tiers, Gate(plan, mover.dtype_of))
+    handover = Handover(mover, tiers, Gate(plan, mover.as_held))
     gradients = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     moments = {f"{name}.{i}": torch.zeros_like(tensor) for name, tensor in weights.items() for i in (1, 2)}
     marks = [(time.monotonic(), "to generation")]
@@ -64,7 +64,7 @@ def thinned(points: list[tuple[float, dict[str, int]]], width: float) -> list[tu
 
 
 def draw(found: dict[str, Any]) -> str:
-    """The drawing (SVG): stacked bytes over time."""
+    """The drawing (SVG): stacked bytes over time; as a line what the system says, where it was asked ("resident")."""
     now, points = dict.fromkeys(KINDS, 0), []
     for at, kind, size in found["history"]:
         points.append((at, dict(now)))
@@ -72,7 +72,8 @@ def draw(found: dict[str, Any]) -> str:
         points.append((at, dict(now)))
     points.append((found["end"], dict(now)))
     points = thinned(points, found["end"] / WIDTH)
-    top = max(sum(levels.values()) for _, levels in points) * 1.05
+    seen = found.get("resident", [])
+    top = max([sum(levels.values()) for _, levels in points] + [size for _, size in seen]) * 1.05
     x0, y0 = LEFT, HEIGHT - BOTTOM
 
     def place(at: float, size: float) -> str:
@@ -84,7 +85,8 @@ def draw(found: dict[str, Any]) -> str:
         'font-size="11"><rect width="100%" height="100%" fill="white"/>'
     ]
     below = [0] * len(points)
-    for number, (kind, (name, color)) in enumerate(KINDS.items()):
+    shown = {kind: style for kind, style in KINDS.items() if any(levels[kind] for _, levels in points)}
+    for number, (kind, (name, color)) in enumerate(shown.items()):
         above = [low + levels[kind] for low, (_, levels) in zip(below, points)]
         edge = [place(at, size) for (at, _), size in zip(points, above)]
         back = [place(at, size) for (at, _), size in zip(reversed(points), reversed(below))]
@@ -94,6 +96,11 @@ def draw(found: dict[str, Any]) -> str:
             f'<rect x="{x}" y="8" width="10" height="10" fill="{color}"/><text x="{x + 14}" y="17">{name}</text>'
         )
         below = above
+    if seen:
+        last = {int(at / found["end"] * WIDTH): (at, size) for at, size in seen}  # one for each pixel
+        path = " ".join(place(at, max(0, size)) for at, size in last.values())
+        out.append(f'<polyline points="{path}" fill="none" stroke="#222"/>')
+        out.append(f'<text x="{WIDTH - 8}" y="17" text-anchor="end">line: resident memory</text>')
     for number, (at, text) in enumerate(found["marks"]):
         x = place(at, 0).split(",")[0]
         side = "end" if float(x) > WIDTH * 0.9 else "start"

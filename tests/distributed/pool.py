@@ -69,8 +69,8 @@ class Pool:
     """Up to as many processes as the largest case needs."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOAD)
         self._workers: list[tuple[Any, Connection]] = []
         self.folder = Path(tempfile.mkdtemp(prefix="docklands-pool-"))
         self._cases = 0
@@ -78,8 +78,8 @@ class Pool:
     def run(self, world: int, function: Callable[..., Any], *args: Any, deadline: float = 60.0) -> list[Any]:
         """function(*args) on `world` ranks; their results by rank. CaseFailed names the ranks that raised or hang."""
         while len(self._workers) < world:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=serve, args=(theirs,), daemon=True)
+            ours, theirs = self.context.Pipe()
+            process = self.context.Process(target=serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

@@ -21,6 +21,21 @@ from tests.distributed.test_fleet_workers import Sleeper, pids, same_as_alone, u
 from tests.fleet_cases import flow
 
 
+def test_worlds_share_this_process_s_part_in_ray(cluster: None, tmp_path: Path) -> None:
+    """A world of its own comes and goes, another stays."""
+    stays = made(Layout(), tmp_path / "log")
+    comes = Workers(Setup(Layout(), first=1, wait_s=60, log=tmp_path / "log"), RayCarrier())
+    try:
+        for each in (stays, comes):
+            each.make("sleeper", Sleeper)
+        comes.close()
+        assert until_gone(pids(comes)) and stays.call("sleeper", "where") == [(0, 1, 0)]
+    finally:
+        stays.close()
+        comes.close()
+    assert ray.is_initialized()
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -78,5 +93,8 @@ def test_what_does_not_fit_is_refused(cluster: None, tmp_path: Path, monkeypatch
     monkeypatch.setattr("docklands.fleet.workers.START_S", 1.0)
     with pytest.raises(ConfigError, match=r"no room for 3 workers with one NPU each .*the cluster has 2 NPU"):
         made(Layout(dp=3), tmp_path / "log", resource="NPU").call("", "stacks")
+    with pytest.raises(ConfigError, match="no node of this Ray has a resource 'TPU'") as caught:
+        made(Layout(), tmp_path / "log", resource="TPU").call("", "stacks")
+    assert "it has CPU, NPU" in caught.value.hint
     assert taking("GPU") == {"num_cpus": 0, "num_gpus": 1}
     assert join("", 4) == ""  # this process belongs to a Ray already

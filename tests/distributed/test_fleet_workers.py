@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from docklands.config.schema import TrainSection
 from docklands.core.batch import Packed
@@ -23,10 +23,11 @@ from docklands.errors import DataError, NonFinite, WarehouseLost, WorkerLost
 from docklands.fleet.engines import RemoteEngine
 from docklands.fleet.host import Context, Setup
 from docklands.fleet.local_carrier import LocalCarrier
+from docklands.fleet.saving import RemoteCheckpoint
 from docklands.fleet.workers import Workers
 from docklands.models import load
 from docklands.parallel import Layout
-from docklands.train import TrainEngine
+from docklands.train import TrainEngine, checkpoint, sharded_checkpoint
 from docklands.train.share import rows_of_replicas
 from tests.distributed.cases import OPTIM, TRAIN, alone, batches, difference
 from tests.fleet_cases import ACTOR, VALUE, Flow, flow, learner, numbered, spec
@@ -90,26 +91,50 @@ def test_ranks_that_read_the_dock_train_as_one_process(workers: Workers, models:
 
 
 def test_the_state_is_that_of_one_process(workers: Workers, models: Path, tmp_path: Path) -> None:
-    path = models / "llama_bias"
+    """Ranks write a checkpoint that one process goes on from, and the other way; the driver handles paths only."""
+    path, root = models / "llama_bias", tmp_path / "checkpoints"
 
-    async def train(engine: RemoteEngine | None, first: int, state: Any = None) -> dict[str, Any]:
+    async def train(first: int, begin_from: Path | None = None) -> Path:
         async with flow(workers, path, tmp_path / str(first)) as made:
-            if state is not None:
-                made.actor.resource.load_state_dict(state)  # type: ignore[attr-defined]
+            saver = RemoteCheckpoint(workers)
+            if begin_from is not None:
+                assert saver.load(begin_from, ["actor"]) == []
             await made.admit(first)
             rows, _ = await made.forward()
             await made.actor.update(ACTOR, rows)
-            made.actor.resource.version = 7  # type: ignore[attr-defined]
-            return made.actor.resource.state_dict()  # type: ignore[attr-defined]
+            saver.begin(checkpoint.begin(root, 10 + first, {"flow": {}}), ["actor"])
+            saver.settle()
+            return root / f"step_{10 + first:06d}"
 
-    state = asyncio.run(asyncio.wait_for(train(None, 0), 60))
+    found = asyncio.run(asyncio.wait_for(train(0), 60))
     local = TrainEngine(load(path / "policy"), TrainSection(**TRAIN), OPTIM, max_tokens=8, total_updates=10)
-    local.load_state_dict(state)
-    assert (local.version, local.updates, local.notes) == (7, 1, [])
-    there = asyncio.run(asyncio.wait_for(train(None, 1, local.state_dict()), 60))
+    sharded_checkpoint.load(found, {"actor": local})
+    assert (local.updates, local.notes) == (1, [])
+    whole = checkpoint.save(tmp_path / "alone", 1, {"actor": local.state_dict()})
+    there = dict(sharded_checkpoint.weights(asyncio.run(asyncio.wait_for(train(1, whole), 60))))
     local.update(batches()[1], ACTOR_WITH_ENTROPY)
-    here = dict(local.state_dict()["model"])
-    assert all(difference(there["model"][name], here[name]) < 1e-5 for name in here)
+    here = local.masters()
+    assert there.keys() == here.keys() and all(difference(there[name], here[name]) < 1e-5 for name in here)
+
+
+def test_weights_that_are_not_finite_are_not_saved(workers: Workers, models: Path, tmp_path: Path) -> None:
+    """One element, on one rank: all ranks refuse, no directory is left, and the workers go on."""
+    bad = load(models / "qwen3_tied" / "policy")
+    with torch.no_grad():
+        dict(bad.named_parameters())["layers.2.down.weight"][3, -1] = torch.nan
+    engine = TrainEngine(bad, TrainSection(**TRAIN), OPTIM)
+    found = checkpoint.save(tmp_path / "bad", 3, {"actor": engine.state_dict()})
+
+    async def run() -> None:
+        async with flow(workers, models / "qwen3_tied", tmp_path / "flow"):
+            saver = RemoteCheckpoint(workers)
+            with pytest.raises(NonFinite, match=r"actor of .*: 1 elements of weight layers.2.down.weight"):
+                saver.load(found, ["actor"])
+            with pytest.raises(NonFinite, match=r"actor in step_000004: 1 elements of weight layers.2.down.weight"):
+                saver.begin(checkpoint.begin(tmp_path / "root", 4, {}), ["actor"])
+            assert list((tmp_path / "root").iterdir()) == [] and saver.going is None
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def nan_loss(packed: Packed, out: ModelOutput, denominators: Denominators) -> LossResult:
@@ -173,8 +198,9 @@ class Sleeper:
     def stop(self) -> None:
         self.told.set()
 
-    def where(self) -> tuple[int, list[int], list[int]]:
-        return self.context.rank, list(self.context.trainers), list(self.context.generators)
+    def where(self) -> tuple[int, int, int]:
+        """(rank, world size, number among all workers)."""
+        return self.context.rank, dist.get_world_size(), self.context.setup.first + self.context.rank
 
 
 def test_pitfall_30_a_killed_rank_is_named_with_its_last_words(own: Workers, tmp_path: Path) -> None:
@@ -202,32 +228,57 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_generators_of_their_own_work_beside_the_trainers(tmp_path: Path) -> None:
-    """Ranks 0 and 1 train, 2 generates: disjoint calls run at the same time, urgent ones beside a call."""
-    made = Workers(Setup(Layout(dp=2), generators=1, wait_s=30, log=tmp_path), LocalCarrier())
+def test_worlds_work_and_die_beside_each_other(tmp_path: Path) -> None:
+    """Workers 0 and 1 are a world, worker 2 another: its logs and its death are its own. Urgent calls come through."""
+    trainers = Workers(Setup(Layout(dp=2), wait_s=30, log=tmp_path), LocalCarrier())
+    other = Workers(Setup(Layout(), first=2, wait_s=30, log=tmp_path), LocalCarrier())
     try:
-        made.make("sleeper", Sleeper)
-        assert made.call("sleeper", "where") == [(rank, [0, 1], [2]) for rank in range(3)]
-        waits = threading.Thread(
-            target=made.call, args=("sleeper", "wait"), kwargs={"ranks": made.setup.generator_ranks}
-        )
+        for made in (trainers, other):
+            made.make("sleeper", Sleeper)
+        assert other.call("sleeper", "where") == [(0, 1, 2)]
+        waits = threading.Thread(target=other.call, args=("sleeper", "wait"))
         waits.start()
-        assert made.call("sleeper", "where", ranks=made.setup.trainer_ranks) == [(r, [0, 1], [2]) for r in range(2)]
+        assert trainers.call("sleeper", "where") == [(0, 2, 0), (1, 2, 1)]
         assert waits.is_alive()
         log = tmp_path / "worker.2.log"
         end = time.monotonic() + 20
         while "waiting" not in log.read_text() and time.monotonic() < end:
             time.sleep(0.01)
-        assert "worker 2: pid" in made.describe()  # as the watchdog does
-        made.urgent("sleeper", "stop", ranks=[2])
-        waits.join(20)
-        assert not waits.is_alive()
+        assert "worker 2: pid" in other.describe()  # as the watchdog does
         while "in wait" not in log.read_text() and time.monotonic() < end:
             time.sleep(0.01)
         assert "in wait" in log.read_text(), "the stack of the thread that computes"
+        other.urgent("sleeper", "stop")
+        waits.join(20)
+        assert not waits.is_alive()
+        os.kill(pids(other)[0], signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="worker 2 .* died"):
+            other.call("sleeper", "where")
+        assert trainers.lost is None and trainers.call("sleeper", "where", ranks=[1]) == [(1, 2, 1)]
     finally:
-        made.close()
-    assert until_gone(pids(made))
+        for made in (trainers, other):
+            made.close()
+    assert until_gone([*pids(trainers), *pids(other)])
+
+
+def test_a_process_that_is_stopped_is_missed_by_name(tmp_path: Path) -> None:
+    """In the middle of a call, and while it has nothing to do: the driver is told then, too."""
+    for busy in (True, False):
+        told = threading.Event()
+        made = Workers(Setup(Layout(), first=7, wait_s=30, log=tmp_path, heartbeat_s=2.0), LocalCarrier(), told.set)
+        try:
+            made.make("sleeper", Sleeper)
+            numbers = pids(made)
+            threading.Timer(0.5, os.kill, (numbers[0], signal.SIGSTOP)).start()
+            doing = "sleeper wait" if busy else "nothing after make"
+            if not busy:
+                assert told.wait(30)
+            said = rf"worker 7 \(pid {numbers[0]}\) gave no sign of life for 2 s during {doing}"
+            with pytest.raises(WorkerLost, match=said):
+                made.call("sleeper", "wait")
+            assert until_gone(numbers) and told.wait(30)
+        finally:
+            made.close()
 
 
 def lengths_of(rows: list[np.ndarray], lengths: np.ndarray) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from docklands.models.sharded import build_sharded
-from docklands.obs.spans import SpanRecorder, read_spans, recording
+from docklands.obs.spans import SpanRecorder, read_spans, recording, span
 from docklands.parallel.layout import Layout
 from docklands.parallel.mesh import Mesh
 from docklands.sync.gate import Gate
 from docklands.sync.handover import Handover
-from docklands.sync.memory import MemoryTiers, is_resident
+from docklands.sync.memory import FileTier, MemoryTiers, is_resident
 from docklands.sync.plan import Options, plan_reshard
 from docklands.sync.reshard import Resharder
 from tests.distributed.pool import Pool
@@ -33,7 +34,7 @@ def cycles(name: str, source: Layout, target: Layout, method: str, folder: Path)
     plan = plan_reshard(config, source, target, Options(method=method, bucket_bytes=3000))  # type: ignore[arg-type]
     tiers = MemoryTiers(folder=folder)
     mover = Resharder(plan, dtype=torch.bfloat16, timeout_s=30, ledger=tiers.ledger)
-    handover = Handover(mover, tiers, Gate(plan, mover.dtype_of))
+    handover = Handover(mover, tiers, Gate(plan, mover.as_held))
     state = {"weights": trained, "gradients": gradients, "optimizer": moments}
     size = {kind: sum(t.untyped_storage().nbytes() for t in tensors.values()) for kind, tensors in state.items()}
     padding = size["weights"] - sum(t.numel() * 4 for t in trained.values())  # FSDP: up to the largest shard's size
@@ -85,3 +86,57 @@ def test_weights_and_memory_through_three_versions(
     for found in pool.run(4, cycles, name, source, target, method, tmp_path):
         assert 0.9 * found["planned"] < found["worst"] <= found["planned"]
         assert {"handover/to_generation", "gate/check", f"reshard/{method}", "memory/prefetch"} <= found["spans"]
+
+
+class Held(FileTier):
+    """Reads of more than the weights wait until they are let through: moments are slow to come."""
+
+    def __init__(self, folder: Path, free: int) -> None:
+        super().__init__(folder)
+        self.free, self.let = free, threading.Event()
+
+    def read(self, key: int, data: torch.Tensor) -> None:
+        self.free -= 1
+        assert self.free >= 0 or self.let.wait(20)
+        super().read(key, data)
+
+
+def forward_first(folder: Path) -> list[str]:
+    """A case: log-probs need the weights alone; moments come back meanwhile, and nothing is lost when they are not
+    waited for at all. -> names of this rank's spans, by when they ended
+    """
+    config, rank = MODELS["moe"], dist.get_rank()
+    trained = locals_of(build_sharded(config, Mesh(Layout(tp=2), timeout_s=60), seed=3))
+    moments = {key: torch.rand_like(tensor) for key, tensor in trained.items()}
+    kept = {key: tensor.clone() for key, tensor in moments.items()}
+    lower = Held(folder, len(trained))
+    tiers = MemoryTiers(lower=lower)
+    plan = plan_reshard(config, Layout(tp=2), Layout(dp=2), Options(bucket_bytes=3000))
+    handover = Handover(Resharder(plan, dtype=torch.bfloat16, timeout_s=30, ledger=tiers.ledger), tiers)
+    with recording(SpanRecorder(folder / f"rank{rank}" / "spans.jsonl")):
+        handover.to_generation(0, trained, {}, moments)
+        handover.prefetch()
+        handover.to_training(timeout_s=30, update=False)
+        with span("stage/ref_logprobs"):
+            assert tiers.is_here("weights") and not tiers.is_here("optimizer")
+            assert all(is_resident(tensor) for tensor in trained.values())
+        lower.let.set()
+        handover.to_training(timeout_s=30)
+    assert all(torch.equal(tensor, kept[key]) for key, tensor in moments.items())
+    handover.to_generation(1, trained, {}, moments)
+    handover.to_training(timeout_s=30, update=False)
+    handover.to_generation(2, trained, {}, moments)  # a step that asks for more samples before its update
+    handover.to_training(timeout_s=30)
+    assert all(torch.equal(tensor, kept[key]) for key, tensor in moments.items())
+    rows = [
+        row for row in read_spans(folder / f"rank{rank}") if row["name"] in ("memory/prefetch", "stage/ref_logprobs")
+    ]
+    tiers.close()
+    ends = sorted(rows, key=lambda row: row["start"] + row["duration"])
+    return [row["attributes"].get("kind", row["name"]) for row in ends]
+
+
+def test_log_probs_run_while_moments_come_back(pool: Pool, tmp_path: Path) -> None:
+    """The order in which things end, in the span file: weights, the stage that needs them, moments."""
+    for ended in pool.run(2, forward_first, tmp_path):
+        assert ended == ["weights", "stage/ref_logprobs", "optimizer"]

@@ -117,6 +117,7 @@ CASES = [
     ("qwen3_moe", L(tp=2, dp=2, ep=2), {"ep": 4}, SyncSection(swap="disk", probe_every=1, bucket_mib=0.01), False),
     ("qwen3_tied", L(pp=2, tp=2), {"dp": 4}, SyncSection(probe_every=2, method="allgather_swap"), False),
     ("deepseek", L(fsdp=2, tp=2, ep=2), {"tp": 2, "dp": 2, "ep": 4}, SyncSection(swap="disk"), False),
+    ("qwen3_tied", L(tp=2, dp=2), {"dp": 4}, SyncSection(transfer_dtype="fp8", swap="disk", probe_every=1), False),
     ("qwen2_two_kv_heads", L(dp=2), {"tp": 2, "dp": 1}, SyncSection(probe_every=1, bucket_mib=0.01), True),
 ]
 
@@ -130,19 +131,21 @@ def test_generators_follow_the_trainer(
     assert all(one["seen"] == said[0]["seen"] for one in said)
     assert said[0]["seen"][0] != said[0]["seen"][2]  # the updates are to be seen
     gaps = [gap for one in said for gap in one["gaps"]]
-    assert len(gaps) == 3 * training.world_size and max(gaps) < 1e-5
+    low, high = (1e-4, 1.0) if section.quantized else (-1.0, 1e-5)  # fp8: the generator is another policy, and shows it
+    assert len(gaps) == 3 * training.world_size and low < max(gaps) < high
     for rank, one in enumerate(said):
         for version, metrics in one["metrics"].items():
             probed = bool(section.probe_every) and version % section.probe_every == 0
             assert ("reshard/probe_diff" in metrics) == probed
             if probed:
-                assert metrics["reshard/probe_diff"][0] < 1e-5
+                assert low < metrics["reshard/probe_diff"][0] < high
             if section.swap != "none":  # weights, which are masters too, and two moments: no gradients between steps
                 weights = sum(t.numel() for t in locals_of(models / name, training, rank))
                 assert metrics["reshard/freed_bytes"][0] >= 3 * 4 * weights
     planned = Route(ModelConfig.from_hf(MODELS[name]), training, generation, torch.float32, apart).plan(section)
     received = sum(one["metrics"][1]["reshard/bytes_received"][0] for one in said)
-    assert received == planned.links().total > 0
+    assert received == planned.links().total + planned.devices * planned.scale_bytes > 0
+    assert (planned.scale_bytes > 0) == section.quantized
 
 
 def locals_of(path: Path, layout: Layout, rank: int) -> list[torch.Tensor]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +139,36 @@ def test_pitfall_31_a_dead_receiver_is_named(pool: Pool) -> None:
     assert (
         "from device 1: no answer within 0.5 s, step 1 of" in message and "is the process of device 1 alive?" in message
     )
+
+
+def with_a_killed_peer(rank: int, folder: Path) -> None:
+    """A process of its own: device 1 dies before it takes part; what device 0 says of it is left in a file."""
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    config = MODELS["dense"]
+    trained = locals_of(build_sharded(config, Mesh(Layout(tp=2), timeout_s=60), seed=3))
+    mover = Resharder(
+        plan_reshard(config, Layout(tp=2), Layout(dp=2), Options(itemsize=4)), dtype=torch.float32, timeout_s=20
+    )
+    dist.barrier()
+    if rank == 1:
+        os._exit(9)
+    try:
+        mover.run(trained)
+    except SyncError as error:
+        (folder / "said").write_text(f"{error.message}\n{error.hint}")
+
+
+def test_a_killed_receiver_is_named_at_once(pool: Pool, tmp_path: Path) -> None:
+    pair = [pool.context.Process(target=with_a_killed_peer, args=(rank, tmp_path), daemon=True) for rank in (0, 1)]
+    for process in pair:
+        process.start()
+    for process in pair:
+        process.join(60)
+    assert [process.exitcode for process in pair] == [0, 9]
+    message, hint = (tmp_path / "said").read_text().splitlines()
+    assert " device 1: " in message and "step 1 of" in message and hint == "is the process of device 1 alive?"
+    assert "no answer within" not in message  # it did not wait to the end
 
 
 def wrong_tensors() -> list[str]:

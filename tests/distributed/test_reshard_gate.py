@@ -61,7 +61,7 @@ def gated(source: Layout, target: Layout, device: int) -> dict[str, str]:
     trained = locals_of(build_sharded(config, Mesh(source, timeout_s=60), seed=3))
     plan = plan_reshard(config, source, target, Options(bucket_bytes=5000))
     mover = Resharder(plan, dtype=torch.bfloat16, timeout_s=30)
-    gate = Gate(plan, mover.dtype_of)
+    gate = Gate(plan, mover.as_held)
     published = gate.publish(trained)
     found = mover.run(trained)
     said = {}

@@ -13,11 +13,15 @@ from tests.e2e.runs import ROOT, run_here
 from docklands.config.load import load_config
 from docklands.config.schema import RolloutSection
 from docklands.errors import ConfigError
-from docklands.models.config import ModelConfig, MoeConfig
+from docklands.models.config import MlaConfig, ModelConfig, MoeConfig
 from docklands.rollout import engines
 
 DENSE = ModelConfig("Qwen2ForCausalLM", 32, 64, 2, 2, 1, 32, 96)
+LATENT = ModelConfig("DeepseekV3ForCausalLM", 32, 64, 2, 2, 2, 32, 96, mla=MlaConfig(0, 16, 24, 8, 24))
 EXPERTS = ModelConfig("Qwen3MoeForCausalLM", 32, 64, 2, 2, 1, 32, 96, moe=MoeConfig(experts=4, top_k=2, expert_size=16))
+
+assert EXPERTS.moe is not None
+SHARED = replace(EXPERTS, moe=replace(EXPERTS.moe, shared_size=16))
 
 
 def check(shape: ModelConfig, *overrides: str) -> None:
@@ -36,15 +40,21 @@ def test_without_the_package_one_line_says_how_to_install_it(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("shape", "override", "said"),
     [
-        (EXPERTS, "rollout.max_batch=8", "experts"),
+        (EXPERTS, "rollout.layout.ep=2", "experts on different ranks"),
+        (replace(EXPERTS, vocab_size=128), "rollout.layout.tp=2", "whole experts on tensor ranks"),
+        (DENSE, "rollout.layout.tp=2", "a vocabulary of 32 over 2 ranks"),
+        (SHARED, "rollout.max_batch=8", "shared experts"),
+        (LATENT, "rollout.max_batch=8", "latent attention"),
         (DENSE, "fleet.rollout_workers=2", "fleet.rollout_workers"),
-        (DENSE, "layout.dp=2", "worker processes"),
+        (DENSE, "fleet.backend=ray", "under Ray"),
         (DENSE, "rollout.record_routes=true", "record_routes"),
     ],
 )
 def test_what_it_does_not_serve(monkeypatch: pytest.MonkeyPatch, shape: ModelConfig, override: str, said: str) -> None:
     monkeypatch.setattr(engines, "find_spec", lambda name: True)
-    check(DENSE)
+    for served in (DENSE, EXPERTS):
+        check(served, "rollout.layout.dp=2")
+    check(replace(DENSE, vocab_size=128), "rollout.layout.tp=2")
     with pytest.raises(ConfigError, match=said) as caught:
         check(shape, override)
     assert "\n" not in str(caught.value)
@@ -58,6 +68,18 @@ if find_spec("vllm"):  # make test-vllm
         with pytest.raises(ConfigError, match="attention heads of 16: vLLM on CPU has 32, 64") as caught:
             VllmEngine(replace(DENSE, head_dim=16, num_heads=4), RolloutSection())
         assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "more", [("layout.tp=2", "rollout.layout.dp=2"), ("fleet.placement=disaggregated", "rollout.layout.dp=2")]
+    )
+    def test_replicas_in_worker_processes(tmp_path: Path, more: tuple[str, ...]) -> None:
+        """Colocated and apart: published by plan, through gate and probe; samples have the trainer's log-probs."""
+        vllm = ("rollout.engine=vllm", "run.steps=3", "sync.probe_every=1")
+        run = run_here("mix6_grpo.yaml", tmp_path / "run", *vllm, *more)
+        rows = [metrics for _, metrics in run.read_metrics()]
+        assert len(rows) == 3
+        assert all(row["training/rollout_logprobs_diff_max"] < 1e-4 for row in rows)
+        assert all(row["reshard/probe_diff"] < 1e-4 and row["reshard/bytes_received"] > 0 for row in rows)
 
     @pytest.mark.parametrize("partial", [0, 4])
     def test_a_run_on_vllm_learns_from_the_probabilities_it_sampled_with(tmp_path: Path, partial: int) -> None:

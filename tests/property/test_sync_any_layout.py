@@ -6,20 +6,21 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.reshard_cases import MODELS, draw_layout, execute, lower_bound, shard, whole_weights
+from tests.reshard_cases import MODELS, draw_layout, draw_model, execute, lower_bound, shard, whole_weights
 
 from docklands.parallel.layout import Layout
 from docklands.sync.plan import Options, plan_reshard
 from docklands.sync.script import Script
 
-CHECKS = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+CHECKS = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 METHODS = ("minimal", "allgather_swap", "broadcast")
 
 
 @CHECKS
-@given(st.data(), st.sampled_from(sorted(MODELS)), st.sampled_from(METHODS), st.booleans())
-def test_there_and_back_is_the_identity(data: st.DataObject, name: str, method: str, apart: bool) -> None:
-    model = MODELS[name]
+@given(st.data(), st.sampled_from(METHODS), st.booleans())
+def test_there_and_back_is_the_identity(data: st.DataObject, method: str, apart: bool) -> None:
+    """Any model, any two layouts: every element is written once (see `execute`), bytes are the least there can be."""
+    model = draw_model(data.draw)
     source, target = draw_layout(data.draw, model), draw_layout(data.draw, model)
     bucket = data.draw(st.sampled_from([40, 700, 1 << 20]))
     options = Options(method=method, bucket_bytes=bucket, node=data.draw(st.integers(1, 8)), apart=apart)  # type: ignore[arg-type]

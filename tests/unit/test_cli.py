@@ -56,7 +56,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"docklands {__version__}\n"
     assert run(["--help"]) == 0
     names = re.findall(r"^│ ([a-z]+) ", capsys.readouterr().out, flags=re.MULTILINE)
-    assert names == "train eval generate plan graph doctor export report trace dash config dock import".split()
+    assert names == "train eval generate plan graph doctor export report trace dash config dock fleet import".split()
     assert run([]) == 2 and "Usage" in capsys.readouterr().out
 
 
@@ -103,6 +103,24 @@ def test_show_check_and_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path,
     shown = capsys.readouterr().out
     assert re.search(rf'dir: "?{re.escape(str(run_dir.parent))}"? +# command line', shown)
     assert re.search(r"name: one +# command line", shown)
+
+
+def test_check_names_what_was_set_but_does_nothing(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    """sync.* moves weights between processes, and only a process can be lost: in one process neither exists."""
+    command = ["config", "check", str(config)]
+    idle = ["sync.method=broadcast", "sync.gate=false", "sync.probe_every=2", "fleet.max_restarts=7"]
+    assert run([*command, *idle, "fleet.ray_address=x"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == (
+        "set, but without effect in one process: sync.method, sync.gate, sync.probe_every, fleet.max_restarts, "
+        "fleet.ray_address"
+    )
+    assert run([*command, *idle, "rollout.layout.dp=2"]) == 0  # worker processes: all of it is read
+    assert "without effect" not in capsys.readouterr().out
+    assert run([*command, "fleet.max_restarts=7", "dock.transport=processes"]) == 0
+    assert "without effect" not in capsys.readouterr().out
+    assert run([*command, "sync.probe_tolerance=0.1", "rollout.layout.dp=2"]) == 0
+    assert capsys.readouterr().out.endswith("set, but without effect with these workers: sync.probe_tolerance\n")
 
 
 def test_graph(capsys: pytest.CaptureFixture[str], config: Path) -> None:

@@ -15,7 +15,7 @@ from docklands.config.schema import Config
 from docklands.errors import ConfigError, LayoutError
 from docklands.models.catalog import catalog
 from docklands.parallel.layout import Layout
-from docklands.run.plan import GIB, kv_bytes_per_token, parse_layout, parse_transfer, plan_run
+from docklands.run.plan import GIB, _activations, kv_bytes_per_token, parse_layout, parse_transfer, plan_run
 from docklands.sync.plan import Options
 from docklands.sync.script import Script
 
@@ -116,7 +116,10 @@ def test_layouts_on_the_command_line() -> None:
             parse_layout(wrong)
     given = parse_transfer("method=broadcast, bucket_mib=3,node=16,apart=1")
     assert given == Options("broadcast", 3 << 20, node=16, apart=True) and parse_transfer("") == Options()
-    for wrong in ("method=magic", "apart=2", "node=0", "bucket_mib=-1", "speed=3"):
+    assert (
+        parse_transfer("dtype=fp8") == parse_transfer("", config("sync.transfer_dtype=fp8")) == Options(quantize=True)
+    )
+    for wrong in ("method=magic", "apart=2", "node=0", "bucket_mib=-1", "speed=3", "dtype=fp4"):
         with pytest.raises(ConfigError, match="transfer"):
             parse_transfer(wrong)
     with pytest.raises(LayoutError, match="has 4 ranks, training one process has 1"):
@@ -137,6 +140,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(["plan", str(file), "--model", "gpt-9"]) == 2 and "gpt-9" in capsys.readouterr().err
     assert run(["plan", str(file), "--transfer", "method=magic", "--model", "qwen3-8b"]) == 2
     assert run(["plan", str(file)]) == 2 and "model.path" in capsys.readouterr().err
+
+
+def test_a_transfer_in_fp8_is_said_and_counted() -> None:
+    plain, fp8 = (
+        plan_run(config(*layout(tp=4)), MODELS["dense"], None, Options(quantize=quantize), GIB)
+        for quantize in (False, True)
+    )
+    assert f"(minimal, fp8 and {fp8.reshard.scale_bytes / GIB:.2g} GiB of scales to each device)" in fp8.to_text()
+    assert "fp8" not in plain.to_text() and plain.reshard.scale_bytes == 0 < fp8.reshard.scale_bytes
+    assert fp8.reshard.links().total < plain.reshard.links().total
+    messages = [found.phases[1].parts["messages"] for found in (plain, fp8)]
+    assert messages[1] < messages[0] + fp8.reshard.scale_bytes
 
 
 def test_everything_is_in_every_phase_once() -> None:
@@ -161,3 +176,22 @@ def test_what_waits_on_the_host_is_not_on_the_device() -> None:
     logits = 2 * 4 * 1024 * 152064 // 4
     layers = (plain["activations"] - logits) / (spared["activations"] - logits)
     assert layers == pytest.approx(28 / 2, rel=1e-3)
+
+
+def test_activations_that_a_pipeline_holds_and_recomputation_spares() -> None:
+    """Qwen2.5-7B on two stages: the first holds 2 micro-batches of 14 layers, interleaved 5 passes of 7."""
+    model, tokens, size, width = catalog.get("qwen2.5-7b"), 4096, 3584, 18944
+
+    def activations(*more: str) -> int:
+        said = config(f"train.tokens_per_microbatch={tokens}", "train.optim.offload=true", *more, *layout(pp=2))
+        return _activations(model, said, Layout(**said.layout.model_dump()), 0) // (2 * tokens)  # numbers a token
+
+    attention = (2 * 28 + 2 * 4) * 128
+    layer = 4 * size + attention + 3 * width
+    assert activations() == 2 * 14 * layer
+    assert activations("layout.vpp=2") == 5 * 7 * layer
+    assert activations("train.recompute=selective") == 2 * 14 * (layer - 2 * size - width)
+    assert activations("train.recompute=full") == 2 * 14 * size + layer  # and the one that is made again
+    assert activations("train.activation_offload=true") == 2 * layer
+    both = ("train.activation_offload=true", "train.recompute=selective")
+    assert activations(*both) == 2 * (layer - 2 * size - width)

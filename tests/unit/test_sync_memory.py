@@ -165,6 +165,15 @@ def test_a_prefetch_that_hangs_or_fails_is_an_error(tmp_path: Path) -> None:
         tiers.swap_in("gradients")
 
 
+def test_what_is_away_is_not_lost_when_it_is_registered_again(tmp_path: Path) -> None:
+    tiers, moment = MemoryTiers(folder=tmp_path), torch.arange(6.0)
+    tiers.register("optimizer", {"m": moment})
+    tiers.swap_out("optimizer")
+    tiers.register("optimizer", {"m": moment})
+    assert tiers.is_here("optimizer") and moment.tolist() == list(range(6))
+    assert (tiers.ledger.of("device"), tiers.ledger.of("disk")) == (24, 0)
+
+
 def test_a_thousand_steps_leave_the_file_as_it_is(tmp_path: Path) -> None:
     """New gradients each step take the places of the old ones."""
     lower = FileTier(tmp_path)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,8 +44,8 @@ from docklands.errors import ConfigError, RolloutError
 from docklands.rollout.failures import EnvFailures, fail
 from docklands.rollout.partial import Unfinished, of_unfinished_groups
 from docklands.rollout.queue import WorkQueue
-from docklands.rollout.sampling import sample_seed
 from docklands.rollout.trajectory import Env, Episode
+from docklands.rollout.turns import How, request_of, said
 
 
 class Tokenizer(Protocol):
@@ -73,16 +73,6 @@ class Step(Protocol):
     def done(self) -> bool: ...
 
 
-@dataclass(frozen=True)
-class _How:
-    """Of one visit: how to sample, the part of seeds that it decides, tokens of a turn at most (0: all it needs)."""
-
-    sampling: Sampling
-    visit: int
-    most: int
-    training: bool
-
-
 class RolloutWorker:
     """The resource of the role "rollout": engines, tokenizer, environments.
 
@@ -104,11 +94,16 @@ class RolloutWorker:
         if not engines:
             raise ConfigError("a rollout worker without engines", "fleet.rollout_workers: 1 or more")
         self._engines, self._tokenizer, self._env_factory = list(engines), tokenizer, env_factory
-        self._section, self._seed, self._routes = section, seed, routes
+        self._section, self.seed, self._routes = section, seed, routes
         self._stop_ids = (*sorted(tokenizer.eos_ids), *(self._stop_id(text) for text in section.stop))
         self._aborted = threading.Event()
         self._failures = EnvFailures(getattr(env_factory, "failures", None))
         self._unfinished = Unfinished()
+
+    @property
+    def single_turn(self) -> bool:
+        """No environment answers."""
+        return self._env_factory is None
 
     def _stop_id(self, text: str) -> int:
         ids = self._tokenizer.encode(text)
@@ -149,7 +144,7 @@ class RolloutWorker:
         most = self._section.partial_tokens if training else 0
         begun = [self._unfinished.resume(row) if most else None for row in batch.row_ids.tolist()]
         episodes = [b or Episode(t.tolist(), len(t), p, k) for b, t, p, k in zip(begun, prompts, ids, ks)]
-        how = _How(sampling, visit, most, training)
+        how = How(sampling, visit, most, training)
         if self._env_factory is None:
             self._turn([i for i, e in enumerate(episodes) if not e.turns], episodes, batch.row_ids, how)
         else:
@@ -161,34 +156,20 @@ class RolloutWorker:
         episodes = [episodes[i] for i in ended]
         metrics = self._failures.count(episodes, training) if self._env_factory is not None else {}
         metrics |= {"rollout/unfinished": (float(len(self._unfinished)), 1.0)} if most else {}
-        result = self._result(batch.select(ended), episodes, metrics)
+        result = self.result(batch.row_ids[ended], episodes, metrics)
         return replace(result, later=batch.row_ids[waiting].tolist())
 
-    def _turn(self, rows: list[int], episodes: list[Episode], row_ids: np.ndarray, how: _How) -> None:
+    def _turn(self, rows: list[int], episodes: list[Episode], row_ids: np.ndarray, how: How) -> None:
         """One model turn for each of `rows`, or what a visit may sample of it."""
-        sampling, requests = how.sampling, []
-        for row in rows:
-            e = episodes[row]
-            left, early = sampling.max_tokens - e.response_length, sampling.min_tokens - sum(e.mask)
-            seed = sample_seed(self._seed, how.visit, e.prompt_id, e.sample_index)
-            seed = seed if e.turns == 0 else sample_seed(seed, e.turns, 0, 0)
-            most = min(left, how.most or left)
-            limits = replace(sampling, max_tokens=most, min_tokens=min(most, max(0, early)))
-            requests.append(Request(tuple(e.tokens), limits, seed, int(row_ids[row]), len(e.turn)))
+        requests = [request_of(episodes[row], int(row_ids[row]), how, self.seed) for row in rows]
         for row, generation in zip(rows, self._generate(requests)):
-            e = episodes[row]
-            made = len(generation.token_ids)
-            cut = generation.finish == FINISH_LENGTH and 0 < made == how.most < sampling.max_tokens - e.response_length
-            stopped = how.training and generation.finish == FINISH_ABORT
-            e.extend_sampled(generation, whole=not (cut or stopped))
-            if not e.paused:
-                e.messages.append({"role": "assistant", "content": self.text(e.turn, generation.finish)})
+            said(episodes[row], generation, how, self.text)
 
     def text(self, ids: Sequence[int], finish: int) -> str:
         """A turn's sampled ids as text, without the stop token."""
         return self._tokenizer.decode(ids[:-1] if finish == FINISH_STOP else ids)
 
-    async def _play_turns(self, episodes: list[Episode], batch: Batch, how: _How) -> None:
+    async def _play_turns(self, episodes: list[Episode], batch: Batch, how: How) -> None:
         """Turn by turn: all unfinished episodes generate together, then their environments answer together."""
         rows = batch[PROMPT]
         await asyncio.gather(*(self._reset(e, rows[i]) for i, e in enumerate(episodes) if e.env is None))
@@ -240,9 +221,12 @@ class RolloutWorker:
             return []
         return self._tokenizer.render_observation(observation, ended=episode.finish == FINISH_STOP)
 
-    def _result(self, batch: Batch, episodes: list[Episode], metrics: dict[str, tuple[float, float]]) -> Result:
+    def result(
+        self, row_ids: np.ndarray, episodes: Sequence[Episode], metrics: Mapping[str, tuple[float, float]]
+    ) -> Result:
+        """Of episodes that have ended: what is written for their rows, int64 [B]."""
         kept = [i for i, e in enumerate(episodes) if not e.error]
-        dropped = {int(batch.row_ids[i]): e.error for i, e in enumerate(episodes) if e.error}
+        dropped = {int(row_ids[i]): e.error for i, e in enumerate(episodes) if e.error}
         played = [episodes[i] for i in kept]
         single = self._env_factory is None
         written: dict[Field[Any], Any] = {
@@ -256,7 +240,7 @@ class RolloutWorker:
         }
         if self._routes is not None:
             written[self._routes] = [e.routes_of(self._routes.inner_shape) for e in played]
-        return Result(Batch(batch.row_ids[kept], written), dropped, {**metrics, **metrics_of(self._engines)})
+        return Result(Batch(row_ids[kept], written), dropped, {**metrics, **metrics_of(self._engines)})
 
     # --- engines -----------------------------------------------------------------------------------------------
 
@@ -308,6 +292,12 @@ class RolloutWorker:
         stream = weights if len(self._engines) == 1 else list(weights)
         for engine in self._engines:
             engine.load_weights(stream, version)
+
+    def load_adapters(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Into every engine, as `load_weights`; their base stays."""
+        stream = list(weights)
+        for engine in self._engines:
+            engine.load_adapters(stream, version)  # type: ignore[attr-defined]
 
     def sleep(self) -> None:
         """Free the engines' memory."""

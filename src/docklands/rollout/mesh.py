@@ -53,10 +53,11 @@ from docklands.rollout.mesh_parts import (
     exchange,
     logprobs_of,
 )
-from docklands.rollout.native import NativeEngine, end_all, retire, too_late
-from docklands.rollout.queue import WorkQueue
+from docklands.rollout.native import NativeEngine, end_all, retire
+from docklands.rollout.queue import WorkQueue, too_late
 from docklands.rollout.running import Prompt
 from docklands.rollout.scheduler import Scheduler
+from docklands.rollout.visits import MeshVisits
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ def generation_layout(section: GenerationLayoutSection, model: ModelConfig, rank
     return layout
 
 
-class MeshEngine(NativeEngine):
+class MeshEngine(MeshVisits, NativeEngine):
     """This rank's part of a generator; see NativeEngine for what a generator promises.
 
     mesh  of a layout of tp, ep, etp and dp. Every wait for another rank ends at the mesh's deadline.
@@ -148,6 +149,8 @@ class MeshEngine(NativeEngine):
                     self._held[name] = tensor
             self._decoder = None
             self._asleep = False
+            if self._scheduler is not None:  # between two visits
+                self._scheduler.forget_prompts()
             self.version, self._complete = version, True
         finally:
             self._serving.release()
@@ -267,7 +270,7 @@ class MeshEngine(NativeEngine):
                 self._try(queue, too_late, queue, self._section.sample_deadline_s)
             self._pass(any(wish.prefill for wish in wishes), queue, lambda s: self._start(queue, s, rows, fresh))
             self._pass(any(wish.decode for wish in wishes), queue, lambda s: self._advance(queue, s))
-            return any(wish.more for wish in wishes)
+            return any(wish.more for wish in wishes) and not any(wish.pause for wish in wishes)
 
     def _due(self, queue: WorkQueue) -> tuple[list[int], list[Prompt]]:
         return (self._scheduler and self._try(queue, self._admit, queue, self._scheduler)) or ([], [])
@@ -275,9 +278,8 @@ class MeshEngine(NativeEngine):
     def _wish(self, queue: WorkQueue, fresh: list[Prompt]) -> Wish:
         late = self.is_leader and bool(queue.requests) and time.monotonic() > self._deadline
         due = due_of(self._scheduler, queue, fresh)
-        return replace(
-            due, left=int(self._left), abort=int(self._abort.is_set()), late=int(late) * due.more, version=self.version
-        )
+        said = {"left": int(self._left), "abort": int(self._abort.is_set()), "pause": int(queue.due())}
+        return replace(due, late=int(late) * due.more, version=self.version, **said)
 
     def _pass(self, due: bool, queue: WorkQueue, work: Callable[[Scheduler], None]) -> None:
         """This lane's part of a pass that is due in the instance; padding, where the lane has none."""

@@ -40,6 +40,7 @@ class Wish:
     more     samples are running or waiting
     version  of the weights
     print    of the scheduler's state, equal on the ranks of a lane
+    pause    the visit may end, samples under way (LiveQueue.due)
     """
 
     left: int = 0
@@ -50,6 +51,7 @@ class Wish:
     more: int = 0
     version: int = 0
     print: int = 0
+    pause: int = 0
 
 
 def due_of(scheduler: Scheduler | None, queue: WorkQueue, fresh: Sequence[Prompt]) -> Wish:

@@ -21,23 +21,24 @@ from docklands.core.protocols import Generation, Request
 from docklands.errors import MissingWeight, RolloutError, ShapeMismatch
 from docklands.models import CausalLM, ModelConfig
 from docklands.models.build import allocate
+from docklands.models.lora import adapters_of
 from docklands.models.routing import Routes
 from docklands.rollout.attention import PromptAttention
 from docklands.rollout.capacity import cache_pages, check_requests
 from docklands.rollout.compiled import decode_attention
 from docklands.rollout.decoder import Decoder, decoder_for
 from docklands.rollout.kv_cache import NULL_PAGE, PagedCache
-from docklands.rollout.queue import WorkQueue
+from docklands.rollout.queue import WorkQueue, too_late
 from docklands.rollout.running import Prompt, RunningBatch
 from docklands.rollout.sampling import Choice, Sampler, uniforms
 from docklands.rollout.scheduler import Scheduler
+from docklands.rollout.visits import Visits
 
 log = logging.getLogger("docklands.rollout")
 PREFILL_TOKENS = 4096
-COUNTED = ("prefill_tokens", "decode_tokens", "decode_steps", "preemptions", "aborted", "kv_blocks_peak")
 
 
-class NativeEngine:
+class NativeEngine(Visits):
     """Generates with one set of weights at a time; see core.protocols.RolloutEngine.
 
     `load_weights` before the first `generate`. One `generate` at a time; `abort` and `load_weights` may come from other
@@ -75,16 +76,24 @@ class NativeEngine:
 
     # --- weights and memory ------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy our named parameters in place and start `version`; prompts in the cache are forgotten.
 
         MissingWeight names a parameter that did not come, or that the model does not have; ShapeMismatch both shapes.
         After such an error the engine refuses to generate until a complete set has come.
         """
+        self._load(weights, version, dict(self._model.named_parameters()))
+
+    def load_adapters(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """As `load_weights`, of the adapters alone: the base stays. RolloutError before a base has come."""
+        if not self._complete:
+            raise RolloutError("adapters without a complete set of weights", "call load_weights first")
+        self._load(weights, version, dict(adapters_of(self._model.named_parameters())))
+
+    @torch.no_grad()
+    def _load(self, weights: Iterable[tuple[str, Tensor]], version: int, wanted: dict[str, Tensor]) -> None:
         with self._step_lock:
             self._complete = False
-            wanted = dict(self._model.named_parameters())
             tied = {spec.name for spec in self._model.table if spec.tied_to is not None}
             for name, tensor in weights:
                 if name in tied:
@@ -146,12 +155,6 @@ class NativeEngine:
             self._close()
             self._serving.release()
 
-    def take_metrics(self) -> dict[str, tuple[float, float]]:
-        """(sum, count) of what was done since the last call, under the names of obs/names.py."""
-        counts, self._counts = self._counts, Counter()
-        found = {f"rollout/{name}": (float(counts[name]), 1.0) for name in COUNTED}
-        return {**found, "rollout/batch_size": (float(counts["rows"]), float(max(1, counts["decode_steps"])))}
-
     def _open(self, queue: WorkQueue) -> None:
         with self._step_lock:
             if self._asleep:
@@ -159,13 +162,14 @@ class NativeEngine:
             if not self._complete:
                 raise RolloutError("generate without a complete set of weights", "call load_weights first")
             section = self._section
-            check_requests(queue.requests, self.config)
-            pages = cache_pages(queue.requests, section, self._shape, self._dtype, self._agree)
+            check_requests(queue.sizing, self.config)
+            pages = cache_pages(queue.sizing, section, self._shape, self._dtype, self._agree)
             if self._cache is None or self._cache.pages < pages:
                 self._cache = None  # free the old one first
                 self._cache = PagedCache(self._shape, pages, section.kv_block_tokens, self._dtype, self._device)
             self._cache.peak = 0
-            self._scheduler = Scheduler(self._cache, queue.requests, section.max_batch, self._routed)
+            rows = section.max_batch
+            self._scheduler = Scheduler(self._cache, queue.requests, rows, self._routed, queue.sizing)
 
     def _agree(self, pages: int) -> int:
         """Pages of the KV cache, of those that there is room for here."""
@@ -173,10 +177,9 @@ class NativeEngine:
 
     def _close(self) -> None:
         with self._step_lock:
-            if self._scheduler is not None and self._cache is not None:
+            if self._scheduler is not None:
                 self._scheduler.clear()
-                self._counts["preemptions"] += self._scheduler.preemptions
-                self._counts["kv_blocks_peak"] = max(self._counts["kv_blocks_peak"], self._cache.peak)
+                self._tally(self._scheduler)
             self._scheduler = None
 
     def _iterate(self, queue: WorkQueue) -> bool:
@@ -285,18 +288,6 @@ class NativeEngine:
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._device)
-
-
-def too_late(queue: WorkQueue, limit_s: float) -> None:
-    """Close the queue and raise RolloutError naming what is pending."""
-    queue.close()
-    pending = queue.pending()
-    more = " ..." if len(pending) > 32 else ""
-    raise RolloutError(
-        f"{len(pending)} of {len(queue.requests)} samples are not finished after {limit_s:g} s; "
-        f"pending request ids: {pending[:32]}{more}",
-        "raise rollout.sample_deadline_s, or lower rollout.max_response_tokens",
-    )
 
 
 def hand_back(queue: WorkQueue, running: RunningBatch, row: int, finish: int) -> None:

@@ -8,6 +8,7 @@ always goes on.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,18 +23,20 @@ class Scheduler:
 
     requests     all requests; samples are named by their index
     routed       (layers with experts, experts of a token) to record router choices
+    sizing       where requests come later: such as those
     preemptions  sequences sent back so far
     """
 
     def __init__(
         self,
         cache: PagedCache,
-        requests: tuple[Request, ...],
+        requests: Sequence[Request],
         max_rows: int,
         routed: tuple[int, int] | None = None,
+        sizing: Sequence[Request] = (),
     ) -> None:
         self.cache, self.requests = cache, requests
-        stops = max((len(r.sampling.stop_ids) for r in requests), default=0)
+        stops = max((len(r.sampling.stop_ids) for r in sizing or requests), default=0)
         self.running = RunningBatch(max_rows, stops, routed)
         self.waiting: deque[int] = deque()
         self.preemptions = 0

@@ -6,7 +6,8 @@ name follows from the Hugging Face names of our parameter table and from the fus
 
 On a CPU vLLM packs each matrix for its kernels and forgets the plain one. There the plain matrix is given back to the
 layer and packed again by the layer's own method. The output head has a packed copy of its own, also where it is tied to
-the embedding: it is packed again too, or it would go on multiplying with the old embedding.
+the embedding: it is packed again too, or it would go on multiplying with the old embedding. Experts are packed by their
+kernel once both of a layer's matrices have come.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ from torch import Tensor, nn
 from docklands.errors import MissingWeight, ShapeMismatch
 from docklands.models.params import ParamSpec, ParamTable
 
+EXPERTS = {("gate_proj", "up_proj"): "w13_weight", ("down_proj",): "w2_weight"}
+"""What vLLM calls the stacked matrices of all experts, by the projections of one."""
+
 
 def vllm_name(spec: ParamSpec, fused: Mapping[str, list[str]]) -> str:
     """vLLM's name of a parameter. MissingWeight when its parts are not one of the model's fusions.
 
     fused  vLLM's module -> the Hugging Face modules that it stacks, as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     """
+    if spec.experts:
+        parents, modules, _ = zip(*(part.name.rsplit(".", 2) for part in spec.hf[: len(spec.parts)]))
+        return f"{parents[0].rpartition('.')[0]}.routed_experts.{EXPERTS[modules]}"
     if len(spec.hf) == 1:
         return spec.hf[0].name
     parents, modules, kinds = zip(*(part.name.rsplit(".", 2) for part in spec.hf))
@@ -38,12 +45,14 @@ def vllm_name(spec: ParamSpec, fused: Mapping[str, list[str]]) -> str:
 class InPlace:
     """Copies weights into one vLLM model; made once, used at every update.
 
+    shapes  of our parameters as they come, by stored name: whole, or this rank's shards
     repack  the layers keep their matrices packed (CPU)
     """
 
-    def __init__(self, model: Any, table: ParamTable, repack: bool) -> None:
-        self._table, self._repack = table, repack
-        modules = dict(model.named_modules(remove_duplicate=False))
+    def __init__(self, model: Any, table: ParamTable, shapes: Mapping[str, tuple[int, ...]], repack: bool) -> None:
+        self._table, self._shapes, self._repack = table, shapes, repack
+        named = model.named_modules(remove_duplicate=False)
+        modules = {name: getattr(module, "base_layer", module) for name, module in named}  # what is under an adapter
         fused = getattr(model, "packed_modules_mapping", {})
         self._places: dict[str, tuple[Any, str]] = {}
         for spec in table.stored():
@@ -54,6 +63,7 @@ class InPlace:
         self._head = modules.get("lm_head")
         self._looked_up = {spec.name for spec in table.stored() if spec.split == "vocab"} - {"head.weight"}
         self._plain = torch.empty(0)
+        self._came: dict[int, set[str]] = {}
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -62,13 +72,14 @@ class InPlace:
         """
         tied = {spec.name for spec in self._table if spec.tied_to is not None}
         wanted = dict(self._places)
+        self._came = {}
         for name, tensor in weights:
             if name in tied:
                 continue
             place = wanted.pop(name, None)
             if place is None:
                 raise MissingWeight(f"weight {name!r} came twice, or the generator does not have it")
-            shape = self._table.by_name(name).shape
+            shape = self._shapes[name]
             if tuple(tensor.shape) != shape:
                 raise ShapeMismatch(f"weight {name!r} came as {tuple(tensor.shape)}, the generator holds {shape}")
             self._put(name, *place, tensor)
@@ -79,12 +90,29 @@ class InPlace:
 
     def _put(self, name: str, module: Any, kind: str, tensor: Tensor) -> None:
         held: Tensor = getattr(module, kind)
-        if held.numel():  # rows beyond ours are vLLM's padding of the vocabulary
+        if self._table.by_name(name).experts and self._repack:
+            self._put_experts(module, kind, tensor)
+        elif held.numel():  # rows beyond ours are vLLM's padding of the vocabulary
             held.data[: len(tensor)].copy_(tensor)
         else:
-            setattr(module, kind, nn.Parameter(self._scratch(held, tensor).copy_(tensor), requires_grad=False))
+            plain = tensor if self._as_is(held, tensor) else self._scratch(held, tensor).copy_(tensor)
+            setattr(module, kind, nn.Parameter(plain, requires_grad=False))
         if self._repack and kind == "weight" and tensor.ndim == 2 and name not in self._looked_up:
             _pack(module)
+
+    def _put_experts(self, module: Any, kind: str, tensor: Tensor) -> None:
+        """One of the two stacked matrices of a layer; with the second the kernel packs both (and pads them first)."""
+        plain = torch.empty(tensor.shape, dtype=getattr(module, kind).dtype).copy_(tensor)
+        setattr(module, kind, nn.Parameter(plain, requires_grad=False))
+        came = self._came.setdefault(id(module), set())
+        came.add(kind)
+        if len(came) == len(EXPERTS):
+            del self._came[id(module)]
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+
+    def _as_is(self, held: Tensor, tensor: Tensor) -> bool:
+        """Whether a matrix can be packed from where it lies, as one in a planned buffer of the dtype can."""
+        return self._repack and tensor.dtype == held.dtype and tensor.is_contiguous() and not tensor.requires_grad
 
     def _scratch(self, held: Tensor, tensor: Tensor) -> Tensor:
         """Memory for a plain matrix until it is packed, the same for each: fresh memory costs more than the copy."""

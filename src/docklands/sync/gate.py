@@ -11,7 +11,7 @@ places, both the last of their words, but for 2^-14.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -81,11 +81,11 @@ def checksum(values: Tensor, box: Box, shape: Sequence[int]) -> int:
 class Gate:
     """Holds what generators have against what the trainer published. Every rank of the plan calls alike.
 
-    dtypes  of a generation tensor by stored name, see Resharder.dtype_of
+    as_held  (stored name, box, the trainer's values of it) -> the same as generators hold them, see Resharder
     """
 
-    def __init__(self, plan: Plan, dtypes: Any, group: Any = None) -> None:
-        self.plan, self._dtypes, self._group = plan, dtypes, group
+    def __init__(self, plan: Plan, as_held: Callable[[str, Box, Tensor], Tensor], group: Any = None) -> None:
+        self.plan, self._as_held, self._group = plan, as_held, group
         self.script = Script(plan, dist.get_rank(group))
         self._known: dict[tuple[str, int], dict[Box, list[tuple[int, int]]]] = {}
 
@@ -100,7 +100,8 @@ class Gate:
                 held = self.script.source.get(name)
                 for block in held.blocks if held else ():
                     if self._speaks_for(name, block.box):
-                        values = source[held.name][block.slices(block.box)].to(self._dtypes(name))  # type: ignore[union-attr]
+                        values = source[held.name][block.slices(block.box)]  # type: ignore[union-attr]
+                        values = self._as_held(name, block.box, values)
                         sums[index] += checksum(values, block.box, self.plan.table.by_name(name).shape)
             mine = np.array([value % MODULUS for value in sums], np.uint64)
             gathered: list[Any] = [None] * dist.get_world_size(self._group)

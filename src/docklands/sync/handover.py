@@ -21,6 +21,7 @@ from docklands.sync.gate import Gate
 from docklands.sync.memory import Kind, MemoryTiers
 from docklands.sync.reshard import Resharder
 
+Weights = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 STATE: tuple[Kind, ...] = ("gradients", "optimizer")
 
 
@@ -29,10 +30,13 @@ class Handover:
 
     resharder  made with `tiers.ledger`, so that the ledger knows all bytes of the device
     gate       None: do not check
+    published  what is resharded, out of the weights on the device: not them where adapters are merged
     """
 
-    def __init__(self, resharder: Resharder, tiers: MemoryTiers, gate: Gate | None = None) -> None:
-        self.resharder, self.tiers, self.gate = resharder, tiers, gate
+    def __init__(
+        self, resharder: Resharder, tiers: MemoryTiers, gate: Gate | None = None, published: Weights = lambda w: w
+    ) -> None:
+        self.resharder, self.tiers, self.gate, self.published = resharder, tiers, gate, published
         self.version = -1
         self._generation: dict[str, Tensor] | None = None
 
@@ -55,8 +59,10 @@ class Handover:
             self.tiers.register("optimizer", optimizer)
             self.tiers.register("weights", weights)
             self.tiers.swap_out(*STATE)
-            published = self.gate.publish(weights) if self.gate else {}
-            self._generation = self.resharder.run(weights, self._generation, self._let_go)
+            given = self.published(weights)
+            self.resharder.prepare(given)
+            published = self.gate.publish(given) if self.gate else {}
+            self._generation = self.resharder.run(given, self._generation, self._let_go)
             self.tiers.swap_out("weights")  # what no generator reads, and the allocator's freed blocks
             self.version = adopt(self._generation, version)
             if self.gate is not None:
@@ -71,16 +77,23 @@ class Handover:
 
         Nothing may generate any more; generation weights are dropped first.
         """
-        self._drop()
+        self.drop()
         self.tiers.prefetch("weights", "optimizer", "gradients")
 
-    def to_training(self, timeout_s: float = 600.0) -> None:
-        """All training state is on the device again; waits for a prefetch. SyncError."""
-        with span("handover/to_training", version=self.version):
-            self._drop()
-            self.tiers.swap_in("weights", "optimizer", "gradients", timeout_s=timeout_s)
+    def to_training(self, timeout_s: float = 600.0, update: bool = True) -> None:
+        """Training state is on the device again; waits for a prefetch. SyncError.
 
-    def _drop(self) -> None:
+        update  False: weights will do, for a forward pass; the rest comes meanwhile
+        """
+        with span("handover/to_training", version=self.version, update=update):
+            self.drop()
+            if not update:
+                self.tiers.prefetch("weights", "optimizer", "gradients")
+            kinds: tuple[Kind, ...] = ("weights", "optimizer", "gradients") if update else ("weights",)
+            self.tiers.swap_in(*kinds, timeout_s=timeout_s)
+
+    def drop(self) -> None:
+        """The generation weights' memory; the tensors stay."""
         for tensor in (self._generation or {}).values():
             storage = tensor.untyped_storage()
             self.tiers.ledger.add("device", "generation", -storage.nbytes())

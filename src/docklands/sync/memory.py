@@ -219,6 +219,8 @@ class MemoryTiers:
     def register(self, kind: Kind, tensors: Mapping[str, Tensor]) -> None:
         """What `kind` is from now on, in place of what it was. Tensors that share a storage move once."""
         self._settle(kind)
+        if not self.is_here(kind):
+            self._all_up(kind)  # it would be lost with its place in the lower tier
         for part in self._parts[kind]:
             self.ledger.add("device" if part.here else self.lower.name, kind, -part.size)
             self.lower.drop(part.key)

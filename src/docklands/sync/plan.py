@@ -16,6 +16,7 @@ Three methods, same result:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -31,6 +32,8 @@ from docklands.sync.buckets import Bucket, fill_buckets
 
 Method = Literal["minimal", "allgather_swap", "broadcast"]
 MIB = 1 << 20
+BLOCK = 128
+"""Rows and columns of a block that has one scale, see sync.quantize."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,9 @@ class Options:
     bucket_bytes  most that one device sends, and most that it receives, at once; a row of a parameter is not cut
     itemsize      bytes of an element in generation (what keeps fp32 counts 4)
     node          devices of a node
+    adapters      only what is trained beside a base that rests (see models.adapters): generators have the base
     apart         generators run on devices of their own, numbered after the trainers' (disaggregated)
+    quantize      matrices of the layers travel in fp8, one byte an element: see sync.quantize
     """
 
     method: Method = "minimal"
@@ -48,6 +53,8 @@ class Options:
     itemsize: int = 2
     node: int = 8
     apart: bool = False
+    adapters: bool = False
+    quantize: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,10 +66,12 @@ class Family:
     source, target  device of each move; equal: a copy within a device
     hop     0: from a trainer's tensor; h: handed on by a generator that received it h - 1 hops after the trainer
     phase   int64 [M]: which moves are cut a row earlier or later than others, so that parts of few rows are even
+    itemsize, wire  bytes of an element in generation, and in a message
     """
 
     names: tuple[str, ...]
     itemsize: int
+    wire: int
     boxes: np.ndarray
     source: np.ndarray
     target: np.ndarray
@@ -83,7 +92,7 @@ class Family:
     def bytes_of(self, devices: int, index: int = 0, parts: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """(sent, received) int64 [devices] between devices, by one of the names."""
         kept, boxes = self.part(index, parts)
-        sizes = np.prod(boxes[:, :, 1] - boxes[:, :, 0], axis=1) * self.itemsize
+        sizes = np.prod(boxes[:, :, 1] - boxes[:, :, 0], axis=1) * self.wire
         source, target = self.source[kept], self.target[kept]
         away = source != target
         sent, received = np.zeros(devices, np.int64), np.zeros(devices, np.int64)
@@ -139,6 +148,13 @@ class Plan:
         """Exchanges, one after the other: bucket b makes its hop h in step b + h."""
         return len(self.buckets) + self.hops - 1
 
+    @property
+    def scale_bytes(self) -> int:
+        """Of the scales of all blocks, which every device gets before the messages; 0 without quantisation."""
+        if not self.options.quantize:
+            return 0
+        return sum(4 * math.prod(grid_of(spec)) for spec in self.table.stored() if spec.quantized)
+
     def family_of(self, name: str) -> Family:
         return self.families[self._where[name]]
 
@@ -146,11 +162,12 @@ class Plan:
         """Bytes by the kind of link that they cross."""
         counts = [0, 0, 0]
         for family in self.families:
-            sizes = np.prod(family.boxes[:, :, 1] - family.boxes[:, :, 0], axis=1) * family.itemsize
+            sizes = np.prod(family.boxes[:, :, 1] - family.boxes[:, :, 0], axis=1)
             same = family.source == family.target
             near = family.source // self.options.node == family.target // self.options.node
             for kind, chosen in enumerate((same, near & ~same, ~near)):
-                counts[kind] += int(sizes[chosen].sum()) * len(family.names)
+                each = family.wire if kind else family.itemsize
+                counts[kind] += int(sizes[chosen].sum()) * each * len(family.names)
         return Links(*counts)
 
     def traffic(self) -> tuple[np.ndarray, np.ndarray]:
@@ -173,6 +190,11 @@ class Plan:
                 counts[first + rank] = sum(volume(block.box) for block in blocks)
             for name in family.names:
                 yield name, family.itemsize, counts
+
+
+def grid_of(spec: ParamSpec) -> tuple[int, ...]:
+    """Blocks of a quantised parameter: (experts,) along rows, along columns."""
+    return (*spec.shape[:-2], *(-(-size // BLOCK) for size in spec.shape[-2:]))
 
 
 def _blocks(spec: ParamSpec, layout: Layout, stages: Sequence[int]) -> Iterator[tuple[int, tuple[Block, ...]]]:
@@ -210,7 +232,8 @@ class _Planner:
         low, high, i, j = _overlaps(np.array(have, np.int64), np.array(want, np.int64))
         sizes = np.prod(high - low, axis=1)
         _check_cover(specs, have, want, sizes, j)
-        weight = len(specs) * self._itemsize(spec)
+        wire = 1 if self.options.quantize and spec.quantized else self._itemsize(spec)
+        weight = len(specs) * wire
         rows: list[tuple[int, int, int, int]] = []
         for pair, (a, b, size) in enumerate(zip(i.tolist(), j.tolist(), sizes.tolist())):
             holders, receivers = held[have[a]], wanted[want[b]]
@@ -218,7 +241,7 @@ class _Planner:
         moves = np.array(rows, np.int64)
         boxes = np.stack([low, high], -1)[moves[:, 0]]
         names = tuple(s.name for s in specs)
-        return Family(names, self._itemsize(spec), boxes, moves[:, 1], moves[:, 2], moves[:, 3], moves[:, 0])
+        return Family(names, self._itemsize(spec), wire, boxes, moves[:, 1], moves[:, 2], moves[:, 3], moves[:, 0])
 
     def _itemsize(self, spec: ParamSpec) -> int:
         return 4 if spec.keep_fp32 else self.options.itemsize
@@ -292,11 +315,13 @@ def plan_reshard(model: ModelConfig, source: Layout, target: Layout, options: Op
     if options.bucket_bytes < 1 or options.node < 1:
         raise LayoutError(f"resharding: bucket of {options.bucket_bytes} bytes, {options.node} devices a node")
     table = table_for(model)
+    if options.adapters:
+        table = ParamTable([spec for spec in table if spec.adapts])
     homes = homes_of(table, source, model.num_layers), homes_of(table, target, model.num_layers)
     alike: dict[tuple[object, ...], list[ParamSpec]] = {}
     for spec in table.stored():
         stages = tuple(tuple(sorted(side[spec.name])) for side in homes)
-        kind = (spec.shape, spec.split, spec.parts, spec.unit, spec.experts, spec.keep_fp32)
+        kind = (spec.shape, spec.split, spec.parts, spec.unit, spec.experts, spec.keep_fp32, spec.quantized)
         alike.setdefault((stages, kind), []).append(spec)
     planner = _Planner(source, target, options)
     families = []

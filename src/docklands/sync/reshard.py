@@ -8,6 +8,7 @@ unpacks what arrives. The messages of the next step are on their way while those
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,20 +21,24 @@ from torch import Tensor
 
 from docklands.errors import MissingWeight, ShapeMismatch, SyncError
 from docklands.obs.spans import span
-from docklands.sync.boxes import view, volume
+from docklands.sync.boxes import Box, view, volume
 from docklands.sync.memory import Ledger
 from docklands.sync.plan import Plan
+from docklands.sync.quantize import FP8, Quantizer
 from docklands.sync.script import Received, Script, Sent, Step, aligned, by_peer
 
 
 @dataclass
 class Counts:
-    """What a run of a plan did on this device: bytes sent, received, copied within; most bytes held at once."""
+    """What a run of a plan did on this device: bytes sent, received, copied within; most bytes held at once. scales:
+    bytes of block scales, which come beside what is received.
+    """
 
     sent: int = 0
     received: int = 0
     copied: int = 0
     peak: int = 0
+    scales: int = 0
     seconds: float = 0.0
 
 
@@ -76,6 +81,7 @@ class Resharder:
         self.plan, self.dtype, self.device = plan, dtype, device
         self.script = Script(plan, dist.get_rank(group))
         self.counts = Counts()
+        self.quantizer = Quantizer(plan, self.script, device, group) if plan.options.quantize else None
         self._group, self._timeout, self._ledger = group, timeout_s, ledger
         self._peers = [dist.get_global_rank(group, r) if group is not None else r for r in range(world)]
         self._arenas: list[Tensor] = []
@@ -83,6 +89,20 @@ class Resharder:
     def dtype_of(self, name: str) -> torch.dtype:
         """Of a generation tensor, by stored name: what keeps fp32 keeps it."""
         return torch.float32 if self.plan.table.by_name(name).keep_fp32 else self.dtype
+
+    def prepare(self, source: Mapping[str, Tensor]) -> None:
+        """Scales of what `run` will send next, where it is quantised: on every rank, before `as_held`. SyncError."""
+        if self.quantizer is not None:
+            self.quantizer.measure(source)
+
+    @torch.no_grad()
+    def as_held(self, name: str, box: Box, values: Tensor) -> Tensor:
+        """What generators will hold of these values of the trainer, which are `box` of a stored parameter."""
+        if self.quantizer is None or name not in self.quantizer:
+            return values.to(self.dtype_of(name))
+        found = torch.empty(values.shape, dtype=self.dtype_of(name), device=values.device)
+        self.quantizer.write(name, box, values, found)
+        return found
 
     @torch.no_grad()
     def run(
@@ -103,11 +123,13 @@ class Resharder:
         began = time.perf_counter()
         sources = self._checked(source, self.script.source, "the trainer")
         made = None if target is None else self._checked(target, self.script.target, "the generator")
-        self.counts = Counts()
-        held = sum(self.script.source[name].bytes for name in sources)
+        if self.quantizer is not None and not self.quantizer.scales:
+            self.prepare(source)
+        self.counts = Counts(scales=self.plan.scale_bytes)
+        held = self.plan.scale_bytes + sum(self.script.source[name].bytes for name in sources)
         room = self.script.room()
         self._arenas = [torch.empty(room, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        self._account("messages", 2 * room)
+        self._account("messages", 2 * room + self.plan.scale_bytes)
         results: dict[str, Tensor] = {} if made is None else made
         steps = self.script.steps
         with span("reshard/" + self.plan.options.method, steps=len(steps)) as attributes:
@@ -130,7 +152,9 @@ class Resharder:
                 if following is not None:
                     flight = ahead or self._post(number + 1, following, sources, results)
             self._arenas = []
-            self._account("messages", -2 * room)
+            self._account("messages", -2 * room - self.plan.scale_bytes)
+            if self.quantizer is not None:
+                self.quantizer.forget()
             self.counts.seconds = time.perf_counter() - began
             attributes |= vars(self.counts)
         return {self.script.target[name].name: tensor for name, tensor in results.items()}
@@ -181,7 +205,7 @@ class Resharder:
                 tensors, held = (results, self.script.target) if part.handed_on else (sources, self.script.source)
                 box = view(tensors[part.name], held[part.name].blocks, part.box)
                 size = self._size(part)
-                arena[at : at + size].view(self.dtype_of(part.name)).view(box.shape).copy_(box)
+                self._pack(part, box, arena[at : at + size])
                 at += size
             ops.append(dist.P2POp(dist.isend, arena[start:at], self._peers[peer], self._group))
             about.append((peer, f"{sent[0].name} to"))
@@ -193,6 +217,16 @@ class Resharder:
         flight.works = [(work, peer, text) for work, (peer, text) in zip(works, about)]
         return flight
 
+    def _wire(self, name: str) -> torch.dtype:
+        return FP8 if self.quantizer is not None and name in self.quantizer else self.dtype_of(name)
+
+    def _pack(self, part: Sent, box: Tensor, message: Tensor) -> None:
+        into = message.view(self._wire(part.name)).view(box.shape)
+        if into.dtype == FP8 and self.quantizer is not None:
+            self.quantizer.pack(part.name, part.box, box, into)
+        else:
+            into.copy_(box)
+
     def _finish(self, flight: _Flight, step: Step, results: Mapping[str, Tensor]) -> None:
         """Wait for a step's messages and unpack them."""
         end = time.monotonic() + self._timeout
@@ -201,9 +235,10 @@ class Resharder:
                 work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
             except RuntimeError as error:
                 who = f"device {peer}" if peer >= 0 else "a peer"
-                reason = str(error).strip().splitlines()[-1][-120:]
+                reason = re.sub(r"^\[\S*\]\s*", "", str(error).strip().splitlines()[-1])[:120]  # without torch's file
+                late = "is lost" if time.monotonic() < end else f"no answer within {self._timeout:g} s"
                 raise SyncError(
-                    f"resharding: {text} {who}: no answer within {self._timeout:g} s, step {flight.number + 1} of "
+                    f"resharding: {text} {who}: {late}, step {flight.number + 1} of "
                     f"{self.plan.steps} on device {self.script.device} ({reason})",
                     f"is the process of {who} alive?",
                 ) from error
@@ -212,20 +247,24 @@ class Resharder:
             for part in parts:
                 size = self._size(part)
                 shape = [high - low for low, high in part.box]
-                self._keep(part, message[at : at + size].view(self.dtype_of(part.name)).view(shape), results)
+                self._keep(part, message[at : at + size].view(self._wire(part.name)).view(shape), results)
                 at += size
 
     def _copy(self, step: Step, sources: Mapping[str, Tensor], results: Mapping[str, Tensor]) -> None:
         for part in step.copied:
             self._keep(part, view(sources[part.name], self.script.source[part.name].blocks, part.box), results)
-            self.counts.copied += self._size(part)
+            self.counts.copied += volume(part.box) * self.plan.family_of(part.name).itemsize
 
     def _keep(self, part: Received, box: Tensor, results: Mapping[str, Tensor]) -> None:
         """Of a box, copy what is this device's own."""
         blocks = self.script.target[part.name].blocks
         for kept in part.kept:
             inner = tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(kept, part.box))
-            view(results[part.name], blocks, kept).copy_(box[inner])
+            into = view(results[part.name], blocks, kept)
+            if self.quantizer is not None and part.name in self.quantizer:
+                self.quantizer.write(part.name, kept, box[inner], into)
+            else:
+                into.copy_(box[inner])
 
     def _size(self, part: Sent | Received) -> int:
-        return volume(part.box) * self.plan.family_of(part.name).itemsize
+        return volume(part.box) * self.plan.family_of(part.name).wire

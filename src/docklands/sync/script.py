@@ -78,7 +78,7 @@ class Step:
 @dataclass(frozen=True)
 class Peak:
     """Bytes of a device at its worst step: the trainer's weights that are still here, the generator's that are here
-    already, and room for messages (as large as those of the largest step, times the steps under way).
+    already, and room for messages (as large as those of the largest step, times the steps under way; with scales).
     """
 
     step: int
@@ -158,7 +158,7 @@ class Script:
                     steps[number].ends.append(item.name)
         for step in steps:  # wide elements first: then every part of a message is aligned
             for parts in (step.sent, step.received):
-                parts.sort(key=lambda part: -self.plan.family_of(part.name).itemsize)  # type: ignore[union-attr]
+                parts.sort(key=lambda part: -self.plan.family_of(part.name).wire)  # type: ignore[union-attr]
         return steps
 
     def message_bytes(self, step: Step) -> tuple[int, int]:
@@ -166,8 +166,8 @@ class Script:
         return self._bytes(step.sent), self._bytes(step.received)
 
     def _bytes(self, parts: list[Sent] | list[Received]) -> int:
-        itemsize = {part.name: self.plan.family_of(part.name).itemsize for part in parts}
-        return sum(math.prod(high - low for low, high in part.box) * itemsize[part.name] for part in parts)
+        wire = {part.name: self.plan.family_of(part.name).wire for part in parts}
+        return sum(math.prod(high - low for low, high in part.box) * wire[part.name] for part in parts)
 
     def room(self) -> int:
         """Bytes of the messages, sent and received, of the largest step; each begins at a multiple of ALIGN."""
@@ -184,7 +184,7 @@ class Script:
         master  bytes of an element in training, where it is not that of generation
         """
         trained = {n: h.bytes // h.itemsize * (master or h.itemsize) for n, h in self.source.items()}
-        messages = (1 + ahead) * self.room()
+        messages = (1 + ahead) * self.room() + self.plan.scale_bytes
         source = sum(trained.values())
         target, worst = 0, Peak(0, 0, 0, 0)
         for number, step in enumerate(self.steps):
