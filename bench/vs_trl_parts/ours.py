@@ -113,13 +113,17 @@ async def run(config: Config, sources: Any, case: Case, spec: Spec) -> dict[str,
     run = build(config, run_dir, sinks)
     run.prompts = PromptsInTurn(run.prompts, case.prompts, turns)  # type: ignore[assignment]
     if case.ragged:
+        if config.has_workers:
+            raise SystemExit("ours: given lengths need an engine in this process: the ragged case has no fleet")
         lengths = json.loads(Path(spec.lengths).read_text())
         worker = run.fleet["rollout"].resource
         worker._engines = [GivenLengths(engine, lengths) for engine in worker._engines]
     try:
+        await run.dock.open()
         with run.watchdog:
             await train(run)
     finally:
+        await run.dock.leave()
         run.close()
         sinks.close()
     lines = [json.loads(line)["metrics"] for line in Path(run_dir.metrics).read_text().splitlines()]

@@ -30,19 +30,25 @@ cp -r "$where/run" "$where.copy"
 """The mount lives and dies with the shell's own namespace."""
 
 
+def mounting(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A shell script that mounts, in a namespace of its own; it echoes "first:" once it has."""
+    namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
+    done = subprocess.run(
+        [*namespace, "bash", "-c", script, "-", *arguments],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    if done.returncode in (1, 77) and "first:" not in done.stdout:
+        pytest.skip(f"this kernel lets no one mount a file system here: {done.stderr.strip()[-200:]}")
+    return done
+
+
 def test_a_full_disk_ends_the_run_with_one_line_and_costs_nothing(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     more = ["run.steps=4", "checkpoint.every_steps=1", "checkpoint.keep=10"]
     train = [sys.executable, "-m", "docklands.cli.main", *train_arguments("mix6_grpo.yaml", disk / "run", more)]
     size = f"{int(2.5 * bytes_of_a_checkpoint(tmp_path))}"
-    namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
-    done = subprocess.run(
-        [*namespace, "bash", "-c", SCRIPT, "-", size, str(disk), *train],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=180, check=False,
-    )  # fmt: skip
-    if done.returncode in (1, 77) and "first:" not in done.stdout:
-        pytest.skip(f"this kernel lets no one mount a file system here: {done.stderr.strip()[-200:]}")
+    done = mounting(SCRIPT, size, str(disk), *train)
     first, _, second = done.stdout.partition("first: ")
     assert second.startswith(("2\n", "3\n")), done.stdout + done.stderr
     said = done.stderr.split("hint:")[0].strip().splitlines()

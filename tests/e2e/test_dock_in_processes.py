@@ -24,7 +24,7 @@ from docklands.dock.warehouse.arena import SHM
 from docklands.errors import ConfigError
 from docklands.obs.rundir import RunDir
 from docklands.run.build import build_dock
-from docklands.train import checkpoint
+from docklands.train import checkpoint, sharded_checkpoint
 from tests.dock_parts import PLAIN
 from tests.dock_processes import Forked
 from tests.e2e.runs import ROOT, command, docklands, environment, overrides, run_here, train_arguments
@@ -62,7 +62,7 @@ def measured(run: RunDir) -> list[dict[str, float]]:
 def weights(run: RunDir) -> dict[str, torch.Tensor]:
     path = checkpoint.latest(run.checkpoints)
     assert path is not None
-    return checkpoint.load(path, "actor")["model"]
+    return dict(sharded_checkpoint.weights(path))
 
 
 def same_run(left: RunDir, right: RunDir) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docklands.errors import ConfigError
+from docklands.errors import ConfigError, GateFailed
 from docklands.obs.rundir import RunDir
 from docklands.obs.spans import read_spans
 from tests.e2e.runs import run_here
@@ -94,6 +94,20 @@ def test_one_process_and_two_layouts_are_the_same_run(more: tuple[str, ...], alo
 def test_what_does_not_fit_is_refused_before_anything_starts(more: list[str], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         run_here("tiny_moe_reshard.yaml", tmp_path / "run", *more)
+
+
+def test_a_generator_that_holds_other_weights_ends_the_run(tmp_path: Path) -> None:
+    """One bit of one weight of one generator, after the first update: the gate names it, and no step follows."""
+    with pytest.raises((GateFailed, ExceptionGroup)) as caught:
+        run_here("tiny_moe_reshard.yaml", tmp_path / "run", "run.steps=3", "env.name=tests.faulty_env:Faulty")
+    error = caught.value
+    while isinstance(error, ExceptionGroup):
+        (error,) = error.exceptions
+    assert isinstance(error, GateFailed) and error.exit_code == 3
+    assert error.message == (
+        "after publishing version 1, generators differ from the trainer: layers.1.o.weight on device 3"
+    )
+    assert len(metrics(RunDir(tmp_path / "run"))) <= 1
 
 
 def test_samples_that_take_several_visits_come_back_to_their_replica(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ COMMANDS = {
     "dock",
     "doctor",
     "export",
+    "fleet",
     "import",
     "report",
     "trace",

@@ -26,14 +26,17 @@ def show(config: ConfigFile, overrides: Overrides = None) -> None:
 @app.command()
 def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check a config, its algorithm and its graph; nothing is started."""
-    from docklands.config.summary import arithmetic
+    from docklands.config.summary import arithmetic, without_effect
 
     loaded, _ = read_config(config, overrides)
     from docklands.algorithms import build_algorithm
 
-    stages = " -> ".join(stage.name for stage in build_algorithm(loaded).graph().stages)
+    graph = build_algorithm(loaded).graph()
+    stages = " -> ".join(stage.name for stage in graph.stages)
     print(f"{config}: ok")
     print(f"{loaded.algorithm.name}: {arithmetic(loaded)}; prompts -> {stages}")
+    if idle := without_effect(loaded, "rollout" in graph.roles):
+        print(idle)
 
 
 @app.command()

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import typer
 
 from docklands import __version__
-from docklands.cli import config, dash, dock, doctor, evaluate, generate, inspect, models, plan, train
+from docklands.cli import config, dash, dock, doctor, evaluate, fleet, generate, inspect, models, plan, train
 from docklands.errors import DocklandsError
 
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
@@ -37,6 +37,7 @@ app.command("plan")(plan.plan)
 app.command("graph")(inspect.graph)
 app.add_typer(config.app, name="config")
 app.add_typer(dock.app, name="dock")
+app.add_typer(fleet.app, name="fleet")
 app.command("doctor")(doctor.doctor)
 app.command("export")(models.export)
 app.add_typer(models.importer, name="import")

@@ -49,10 +49,13 @@ def import_gguf(
 def export(
     run_dir: RunDir,
     out: Annotated[Path, typer.Argument(help="Hugging Face directory to write.", metavar="OUT")],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a run with lora.rank: the adapters alone, as peft reads them.")
+    ] = False,
 ) -> None:
-    """Write the last checkpoint of a run as a Hugging Face directory that transformers loads."""
+    """Write the last checkpoint of a run as a Hugging Face directory that transformers loads (adapters merged)."""
     check_run_dir(run_dir)
     from docklands.run.main import export_run
 
-    export_run(run_dir, out)
+    export_run(run_dir, out, adapter)
     print(out)

@@ -34,8 +34,8 @@ class Asked:
     transfer: Annotated[
         str,
         typer.Option(
-            help="method=minimal|allgather_swap|broadcast, bucket_mib=256, node=8 (devices), apart=0|1; default: as in "
-            "sync and fleet."
+            help="method=minimal|allgather_swap|broadcast, bucket_mib=256, node=8 (devices), apart=0|1, dtype=fp8; "
+            "default: as in sync and fleet."
         ),
     ] = ""
     hardware: Annotated[

@@ -36,6 +36,9 @@ ELSEWHERE = {
     "group_size": "rollout.samples_per_prompt",
     "kl_coef": "algorithm.kl.coef",
     "learning_rate": "train.optim.lr",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_rank": "lora.rank",
     "max_completion_length": "rollout.max_response_tokens",
     "max_new_tokens": "rollout.max_response_tokens",
     "max_prompt_length": "data.max_prompt_tokens",
@@ -45,7 +48,9 @@ ELSEWHERE = {
     "num_generations": "rollout.samples_per_prompt",
     "num_samples": "rollout.samples_per_prompt",
     "output_dir": "run.dir",
+    "target_modules": "lora.targets",
     "total_steps": "run.steps",
+    "use_rslora": "lora.rslora",
 }
 """What other systems call some keys."""
 

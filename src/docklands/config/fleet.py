@@ -20,8 +20,19 @@ class FleetSection(Section):
         default="colocated",
         description="generators are the trainers' processes, in turns; or have processes of their own",
     )
+    publish: Literal["in_flight", "drain"] = Field(
+        default="in_flight",
+        description="disaggregated: samples under way go on under new weights, or end before these are published",
+    )
+    heartbeat_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="seconds without a sign of life after which a worker process counts as dead; 0: never",
+    )
     max_restarts: NonNegative = Field(
-        default=1, description="times in any 100 steps that a lost process sends the run back to its last checkpoint"
+        default=1,
+        description="times in any 100 steps that a lost generator is started again, and that another lost process "
+        "sends the run back to its last checkpoint",
     )
     ray_address: str = Field(
         default="", description="running Ray to join; empty: RAY_ADDRESS, else this machine's, else a new one"

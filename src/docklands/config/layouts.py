@@ -49,6 +49,11 @@ class SyncSection(Section):
     method: Literal["auto", "minimal", "allgather_swap", "broadcast"] = Field(
         default="auto", description="auto: minimal; broadcast where generators have devices of their own"
     )
+    transfer_dtype: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="of matrices on their way: auto, the generators' own; fp8, e4m3 with a scale for each 128 x 128 "
+        "block, about half of the bytes (generators hold the rounded values: needs algorithm.correction)",
+    )
     bucket_mib: float = Field(default=256.0, gt=0, description="most that a device sends or receives at once, in MiB")
     swap: Literal["none", "host", "disk"] = Field(
         default="none",
@@ -60,5 +65,12 @@ class SyncSection(Section):
         default=0, description="publishes between two comparisons of trainer and generator log-probs; 0: never"
     )
     probe_tolerance: float | None = Field(
-        default=None, gt=0, description="largest difference in nats; null: 1e-4 in float32, 0.5 in bfloat16"
+        default=None,
+        gt=0,
+        description="largest difference in nats; null: 1e-4 in float32, 0.5 in bfloat16, 2 after a transfer in fp8",
     )
+
+    @property
+    def quantized(self) -> bool:
+        """Whether weights change on their way."""
+        return self.transfer_dtype == "fp8"

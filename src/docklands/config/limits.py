@@ -19,11 +19,42 @@ def check_values(config: Config) -> None:
     if not Path(config.run.name).parts:
         raise ValueError(f"run.name: {config.run.name!r} names no directory below run.dir")
     check_sampling(config)
+    check_lora(config)
     functions = config.reward.functions
     if functions and not any(item.weight for item in functions):
         raise ValueError("reward.functions: every weight is 0, so every sample would earn the same")
     if config.env.name == "single_turn" and any(item.name == "env" for item in functions):
         raise ValueError("reward.functions: env is what the environment paid; env.name: single_turn pays nothing")
+
+
+def check_lora(config: Config) -> None:
+    """Keys of adapters that there are none of, and what adapters do not go with."""
+    lora, plain = config.lora, type(config.lora)()
+    if not lora.rank:
+        for key in type(lora).model_fields:
+            if getattr(lora, key) != getattr(plain, key):
+                raise ValueError(f"lora.{key}: is set, but lora.rank is 0: all weights are trained; set lora.rank: 16")
+        return
+    if lora.dropout:
+        raise ValueError(
+            f"lora.dropout: {lora.dropout:g}; only 0: with dropout the trainer's log-probs are not the generator's"
+        )
+    if not lora.targets:
+        raise ValueError("lora.targets: is empty, so nothing would be trained; all-linear, or names such as q_proj")
+    if config.algorithm.name == "ppo":
+        raise ValueError(
+            f"lora.rank: {lora.rank}, but algorithm.name: ppo trains a critic, whose value head has no adapter; "
+            "grpo and its kind need none"
+        )
+    if config.train.router.bias_update_rate:
+        raise ValueError("train.router.bias_update_rate: moves the routers, but with lora.rank the base rests; set 0")
+    if lora.publish == "adapter" and config.sync.swap != "none":
+        raise ValueError(
+            f"lora.publish: adapter keeps the base with the generators, but sync.swap: {config.sync.swap} empties them "
+            "after each generation; lora.publish: merged"
+        )
+    if lora.publish == "adapter" and config.sync.quantized:
+        raise ValueError("lora.publish: adapter sends no matrices that sync.transfer_dtype could round; leave it auto")
 
 
 def check_sampling(config: Config) -> None:

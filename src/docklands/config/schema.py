@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from docklands.config.fleet import FleetSection
 from docklands.config.layouts import GenerationLayoutSection, LayoutSection, SyncSection
 from docklands.config.limits import check_values
+from docklands.config.lora import LoraSection
 from docklands.config.section import Beta, Fraction, NonNegative, Positive, Section
 
 Recompute = Annotated[
@@ -81,7 +82,7 @@ class RolloutSection(Section):
     top_p: float = Field(default=1.0, gt=0, le=1, description="1: off; other values are for evaluation only")
     stop: list[str] = Field(default_factory=list, description="extra stop strings that are single tokens")
     engine: Literal["native", "vllm"] = Field(
-        default="native", description="generation engine; vllm: dense models in one process, see docs/howto/vllm.md"
+        default="native", description="generation engine; for vllm see docs/howto/vllm.md"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: train.dtype")
     record_routes: bool | None = Field(
@@ -327,6 +328,7 @@ class Config(Section):
 
     run: RunSection = Field(default_factory=RunSection, description="directory, length, seed")
     model: ModelSection = Field(default_factory=ModelSection, description="the actor's starting weights")
+    lora: LoraSection = Field(default_factory=LoraSection, description="low-rank adapters")
     data: DataSection = Field(default_factory=DataSection, description="prompts")
     env: EnvSection = Field(default_factory=EnvSection, description="environment")
     rollout: RolloutSection = Field(default_factory=RolloutSection, description="generation")

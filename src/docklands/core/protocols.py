@@ -5,7 +5,7 @@ Legend: B samples, T packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,6 +123,8 @@ class Role(Protocol):
     """A handle on a worker group."""
 
     def lease(self) -> AbstractAsyncContextManager[None]: ...
+
+    async def serve(self, stage: Stage, pump: Callable[[Stage, Any], Awaitable[None]]) -> None: ...
 
     async def run(self, stage: Stage, rows: Rows) -> Outcome: ...
 

@@ -14,12 +14,16 @@ How a role lives in worker processes:
               ranks are merged, so each row and each figure must be in one of them
     errors    a DocklandsError that all called ranks raise alike is raised in the driver, and the workers go on: agree
               on it before anybody enters a collective (reader.agree). Anything else ends all workers (WorkerLost)
-    subsets   ranks 0 .. T-1 train (`context.trainers`), generators are the same ranks when colocated, T .. T+G-1
-              when disaggregated (`context.generators`). Two calls whose ranks are disjoint run at the same time;
-              others wait for each other. A call on all ranks (publish) waits for both
-    groups    `context.mesh` is the training mesh (None on a rank that does not train). Another mesh on some of the
-              ranks: Mesh(layout, first=FIRST_RANK), made by those ranks only. The default process group is the world
+    subsets   calls on disjoint ranks run at the same time; others wait for each other
+    worlds    trainers are one torch.distributed world; colocated generators are the same processes. Generators apart
+              are worlds of their own, one for each independent replica, so that one can die or join while the others
+              go on; trainers and generators meet in a group for publishing (publishing.py)
+    groups    `context.mesh` is the mesh of `Setup.layout`, which is the whole world. Another mesh over all ranks:
+              Mesh(layout)
     urgent    `Workers.urgent(name, method)`: beside a call in progress, on another thread, without an answer ("abort")
+
+    pulse     a thread tells the driver several times within `Setup.heartbeat_s` that this process runs, and what
+              (pulse.py)
 
 Setup of all this: fleet/workers.py on the driver's side, local_carrier.py and ray_carrier.py for where processes run.
 """
@@ -51,6 +55,7 @@ from docklands.dock.look import DockAddress
 from docklands.dock.rules.options import DockOptions
 from docklands.errors import DockError, DocklandsError
 from docklands.fleet.dock_client import WorkerDock
+from docklands.fleet.pulse import send_beats
 from docklands.obs.spans import SpanRecorder, recording, span
 from docklands.parallel.layout import Layout
 from docklands.parallel.mesh import Mesh
@@ -66,42 +71,46 @@ Answer = tuple[str, Any, int]
 
 @dataclass(frozen=True)
 class Setup:
-    """What all worker processes of a run have in common.
+    """What the worker processes of one torch.distributed world have in common.
 
-    generators  ranks after the trainers' that only generate; 0: the trainers generate
-    threads     of each process
-    wait_s      deadline of every collective and every call
-    log, spans  folder for worker.<rank>.log, file for spans; None: neither
+    first        number of its rank 0 among all workers of the run: names of logs, devices of this machine
+    threads      of each process
+    wait_s       deadline of every collective and every call
+    log, spans   folder for worker.<number>.log, file for spans; None: neither
+    heartbeat_s  seconds without a sign of life after which a process counts as hanging; 0: it may be silent
+    pulse        port of the driver, and the word that signs of life begin with
     """
 
     layout: Layout
-    generators: int = 0
+    first: int = 0
     device: str = "cpu"
     threads: int = 1
     wait_s: float = 1800.0
     log: Path | None = None
     spans: Path | None = None
+    heartbeat_s: float = 0.0
+    pulse: tuple[int, str] | None = None
 
     @property
     def world_size(self) -> int:
-        return self.layout.world_size + self.generators
+        return self.layout.world_size
 
     @property
     def trainer_ranks(self) -> range:
-        return range(self.layout.world_size)
-
-    @property
-    def generator_ranks(self) -> range:
-        return range(self.layout.world_size, self.world_size) if self.generators else self.trainer_ranks
+        """Of the world that trains: all of them."""
+        return range(self.world_size)
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a worker sits. address: of its node, as other nodes reach it; device_index: among the devices it sees."""
+    """Where a worker sits. address: of its node, as other nodes reach it; device_index: among the devices it sees;
+    home: address of the driver's node.
+    """
 
     rank: int
     device_index: int = 0
     address: str = "127.0.0.1"
+    home: str = "127.0.0.1"
 
 
 @dataclass
@@ -114,14 +123,6 @@ class Context:
     mesh: Mesh | None = None
     objects: dict[str, Any] = field(default_factory=dict)
     client: WorkerDock | None = None
-
-    @property
-    def trainers(self) -> range:
-        return self.setup.trainer_ranks
-
-    @property
-    def generators(self) -> range:
-        return self.setup.generator_ranks
 
     @property
     def dock(self) -> WorkerDock:
@@ -139,8 +140,12 @@ class Host:
         self.context = Context(setup, seat.rank, setup.device)
         self._store: TCPStore | None = None
         self._open = ExitStack()
+        self._doing = "its start"
+        self.number = setup.first + seat.rank
         if setup.log is not None:
-            redirect(log_of(setup.log, seat.rank))
+            redirect(log_of(setup.log, self.number))
+        if setup.pulse is not None:
+            send_beats(seat.home, setup.pulse, setup.heartbeat_s, lambda: f"{seat.rank} {self._doing}")
         faulthandler.enable(file=2, all_threads=True)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
@@ -151,6 +156,7 @@ class Host:
         name, method, args = message
         try:
             target = self if not name else self.context.objects[name]
+            self._doing = f"{name} {method}".strip()
             with span(f"{name or 'host'}/{method}"):
                 found = getattr(target, method)(*args)
             if inspect.isgenerator(found):
@@ -158,6 +164,7 @@ class Host:
                     if self.seat.rank == 0:
                         yield "item", item, devices.rss()
                 found = None
+            self._doing = f"nothing after {self._doing}"
             yield "done", found, devices.rss()
         except BaseException as error:
             traceback.print_exc(file=sys.stderr)
@@ -190,15 +197,13 @@ class Host:
         for name in INTERFACES if interface else ():
             os.environ.setdefault(name, interface)
         if setup.spans is not None:
-            self._open.enter_context(recording(SpanRecorder(setup.spans, "worker", self.seat.rank)))
+            self._open.enter_context(recording(SpanRecorder(setup.spans, "worker", self.number)))
         wait = timedelta(seconds=setup.wait_s)
         store = self._store or TCPStore(address, port, is_master=False, timeout=wait, wait_for_workers=False)
         dist.init_process_group(
             BACKENDS[setup.device], store=store, rank=self.seat.rank, world_size=setup.world_size, timeout=wait
         )
-        if self.seat.rank in setup.trainer_ranks:
-            first = 0 if setup.generators else None
-            self.context.mesh = Mesh(setup.layout, timeout_s=setup.wait_s, first=first)
+        self.context.mesh = Mesh(setup.layout, timeout_s=setup.wait_s)
 
     def make(self, name: str, factory: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Make this rank's part of an object; one of that name is replaced."""
@@ -208,7 +213,7 @@ class Host:
         """Become a client of the dock; of another one than before, if there was one."""
         if self.context.client is not None:
             self.context.client.close()
-        self.context.client = WorkerDock(graph, options, address, f"worker {self.seat.rank}")
+        self.context.client = WorkerDock(graph, options, address, f"worker {self.number}")
 
     def stacks(self) -> None:
         """Stacks of all threads into the log; works also while this process hangs in native code."""
@@ -220,9 +225,9 @@ def portable(error: BaseException) -> BaseException:
     return error if isinstance(error, DocklandsError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def log_of(folder: Path, rank: int) -> Path:
-    """Where a rank writes what it prints."""
-    return folder / f"worker.{rank}.log"
+def log_of(folder: Path, number: int) -> Path:
+    """Where a worker writes what it prints."""
+    return folder / f"worker.{number}.log"
 
 
 def redirect(path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
@@ -74,6 +74,10 @@ class LocalRole:
         self._beat = beat
         self._pending: list[Mapping[str, tuple[float, float]]] = []
         self._waited = 0.0
+
+    async def serve(self, stage: Stage, pump: Callable[[Stage, LocalRole], Awaitable[None]]) -> None:
+        """Rows of a stage, until the dock is closed: one pump, or (ReplicaRole) one for each independent part."""
+        await pump(stage, self)
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[None]:

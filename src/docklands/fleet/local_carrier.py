@@ -85,7 +85,9 @@ class LocalCarrier:
         try:
             for rank in range(setup.world_size):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=serve, args=(theirs, setup, rank), daemon=True, name=f"worker-{rank}")
+                process = context.Process(
+                    target=serve, args=(theirs, setup, rank), daemon=True, name=f"worker-{setup.first + rank}"
+                )
                 process.start()
                 theirs.close()
                 lines.append(LocalLine(process, ours))
@@ -109,7 +111,7 @@ def serve(pipe: Connection, setup: Setup, rank: int) -> None:
     """Body of a process: answer calls until the pipe ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the driver decides what an interrupt means
-    host = Host(setup, Seat(rank, rank))
+    host = Host(setup, Seat(rank, setup.first + rank))
     calls: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
     threading.Thread(target=listen, args=(pipe, host, calls), name="pipe", daemon=True).start()
     while (message := calls.get()) is not None:

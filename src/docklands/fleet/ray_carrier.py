@@ -1,10 +1,10 @@
-"""Worker processes placed by Ray, on one node or many: an actor for each rank, in one placement group.
+"""Worker processes placed by Ray, on one node or many: an actor for each rank, a placement group for each world.
 
 A running Ray is joined (fleet.ray_address, RAY_ADDRESS, or the one of this machine); else one is started here and ends
 with the run. Actors belong to the driver: when it dies, however it dies, Ray ends them. Ranks follow the nodes, so that
 neighbouring ranks (tensor groups) share a node. The only place that imports Ray.
 
-All calls of actors are submitted on one thread of the carrier's own. Ray names a call by its thread's place in the
+All calls of actors are submitted on one thread of the process. Ray names a call by its thread's place in the
 program and a count; with several submitting threads two calls got one name, and Ray ended the driver (2.60: "Check
 failed: inserted.second" in its task manager).
 """
@@ -14,10 +14,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import psutil
@@ -94,6 +97,9 @@ class RayLine:
         return self._fate
 
     def kill(self) -> None:
+        if ray.is_initialized() and self.address == ray.util.get_node_ip_address():
+            with contextlib.suppress(OSError):  # one that is stopped would not hear Ray
+                os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(RayError, ValueError):
             ray.kill(self.actor)
 
@@ -106,46 +112,119 @@ class RayLine:
             ray.wait([self.submit(self.actor.place.remote)], timeout=STOP_S)
 
 
+class Session:
+    """This process's part in Ray, shared by its carriers: joined by the first, left by the last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._carriers: set[int] = set()
+        self._thread: ThreadPoolExecutor | None = None
+        self._joined = ""
+        self._reaper: subprocess.Popen[bytes] | None = None
+        self._reaped: list[int] = []
+
+    def enter(self, carrier: object, address: str, workers: int) -> None:
+        """Join a Ray, or start one. ConfigError when none answers at an address that was asked for."""
+        with self._lock:
+            if not self._carriers:
+                before = descendants()
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray-calls")
+                self._joined = self._thread.submit(join, address, workers).result()
+                self._reaped = [pid for pid in descendants() if pid not in before]
+                if self._joined == "started":
+                    self._reaper = reaper(self._reaped)
+            self._carriers.add(id(carrier))
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function gives, on the one thread that submits calls."""
+        thread = self._thread
+        try:
+            if thread is not None:
+                return thread.submit(function, *arguments).result()
+        except RuntimeError as error:
+            if "shutdown" not in str(error):
+                raise
+        raise WorkerLost("the workers have been ended")
+
+    def watch(self, pids: list[int]) -> None:
+        """More processes of a Ray that was started here, which must not outlive this one."""
+        with self._lock:
+            if self._reaper is not None:
+                self._reaper.kill()
+                self._reaper.communicate()
+                self._reaped += pids
+                self._reaper = reaper(self._reaped)
+
+    def leave(self, carrier: object) -> None:
+        """The last one ends the Ray that was started here."""
+        with self._lock:
+            if id(carrier) not in self._carriers:
+                return
+            self._carriers.discard(id(carrier))
+            if self._carriers:
+                return
+            if self._joined:
+                ray.shutdown()
+            self._joined = ""
+            if self._thread is not None:
+                self._thread.shutdown(wait=False)
+                self._thread = None
+            if self._reaper is not None:
+                self._reaper.kill()
+                self._reaper.communicate()
+                self._reaper = None
+
+
+SESSION = Session()
+
+
 class RayCarrier:
-    """Places actors.
+    """Places the actors of one world, in a placement group of their own.
 
     address   of a running Ray; empty: see the module
     resource  of which every worker takes one; empty: GPU or NPU on those devices, else CPU
     strategy  of the placement group: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD
+    workers   of the run in all: a Ray that is started here has so many processors; 0: those of this world
     """
 
-    def __init__(self, address: str = "", resource: str = "", strategy: str = "PACK") -> None:
-        self.address, self.resource, self.strategy = address, resource, strategy
+    def __init__(self, address: str = "", resource: str = "", strategy: str = "PACK", workers: int = 0) -> None:
+        self.address, self.resource, self.strategy, self.workers = address, resource, strategy, workers
         self.home = "127.0.0.1"
         self._group: Any = None
-        self._reaper: subprocess.Popen[bytes] | None = None
-        self._joined = ""
-        self._thread: ThreadPoolExecutor | None = None
 
     def start(self, setup: Setup, deadline_s: float) -> list[Any]:
         """See Carrier."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray-calls")
-        return self._submit(self._start, setup, deadline_s)
-
-    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        if self._thread is None:
-            raise WorkerLost("the workers have been ended")
-        return self._thread.submit(function, *arguments).result()
-
-    def _start(self, setup: Setup, deadline_s: float) -> list[Any]:
-        number = setup.world_size
-        before = descendants()
-        self._joined = join(self.address, number)
+        SESSION.enter(self, self.address, max(self.workers, setup.world_size))
         self.home = ray.util.get_node_ip_address()
         resource = self.resource or RESOURCES[setup.device]
-        self._group = placement_group([{resource: 1}] * number, strategy=self.strategy)
+        have = ray.cluster_resources()
+        if resource not in have:
+            raise ConfigError(
+                f"fleet: no node of this Ray has a resource {resource!r}",
+                f"it has {', '.join(kinds(have))}; see fleet.ray_resource",
+            )
+        number = setup.world_size
+        self._group = SESSION.submit(partial(placement_group, [{resource: 1}] * number, strategy=self.strategy))
         if not self._group.wait(deadline_s):
-            have = ray.cluster_resources().get(resource, 0)
             raise ConfigError(
                 f"fleet: Ray has no room for {number} workers with one {resource} each within {deadline_s:.0f} s "
-                f"(the cluster has {have:g} {resource})",
+                f"(the cluster has {have.get(resource, 0):g} {resource})",
                 "add nodes with `ray start`, wait for other jobs to end, or use a smaller layout",
             )
+        before = descendants()
+        actors, asked = SESSION.submit(self._actors, resource, number)
+        try:
+            places = ray.get(asked, timeout=deadline_s)
+        except (RayError, GetTimeoutError) as error:
+            raise WorkerLost(
+                f"a worker did not start on Ray: {' '.join(str(error).split())}", "see Ray's logs"
+            ) from None
+        seated = sorted(zip(places, actors), key=lambda pair: (pair[0][1], pair[0][0]))  # stable: nodes together
+        SESSION.watch([pid for pid in descendants() if pid not in before])
+        return SESSION.submit(self._seat, setup, seated)
+
+    def _actors(self, resource: str, number: int) -> tuple[list[Any], list[Any]]:
+        """(actors, what they will say of their places)."""
         remote: Any = ray.remote  # its stubs know no concurrency groups
         kind = remote(concurrency_groups={"urgent": 1})(Actor)
         actors = [
@@ -156,19 +235,13 @@ class RayCarrier:
             ).remote()
             for index in range(number)
         ]
-        try:
-            places = ray.get([actor.place.remote() for actor in actors], timeout=deadline_s)
-        except (RayError, GetTimeoutError) as error:
-            raise WorkerLost(
-                f"a worker did not start on Ray: {' '.join(str(error).split())}", "see Ray's logs"
-            ) from None
-        seated = sorted(zip(places, actors), key=lambda pair: (pair[0][1], pair[0][0]))  # stable: nodes together
+        return actors, [actor.place.remote() for actor in actors]
+
+    def _seat(self, setup: Setup, seated: Sequence[tuple[tuple[str, str, int], Any]]) -> list[Any]:
         lines = []
         for rank, ((_, address, pid), actor) in enumerate(seated):
-            actor.begin.remote(setup, Seat(rank, 0, address))  # Ray shows an actor only the device that it was given
-            lines.append(RayLine(actor, address, pid, self._submit))
-        if self._joined == "started":
-            self._reaper = reaper([pid for pid in descendants() if pid not in before])
+            actor.begin.remote(setup, Seat(rank, 0, address, self.home))  # it sees only the device that it was given
+            lines.append(RayLine(actor, address, pid, SESSION.submit))
         return lines
 
     def wait(self, lines: Sequence[RayLine], timeout_s: float) -> list[Any]:
@@ -178,21 +251,17 @@ class RayCarrier:
         return [line for line in asked if any(line.answers is found for found in ready)]
 
     def close(self) -> None:
-        """Give the resources back; end the Ray that was started here."""
+        """Give the resources back; the last of a process ends the Ray that was started here."""
         if self._group is not None and ray.is_initialized():
             with contextlib.suppress(RayError):
                 remove_placement_group(self._group)
         self._group = None
-        if self._joined:
-            ray.shutdown()
-        self._joined = ""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
-            self._thread = None
-        if self._reaper is not None:
-            self._reaper.kill()
-            self._reaper.communicate()
-            self._reaper = None
+        SESSION.leave(self)
+
+
+def kinds(have: Mapping[str, float]) -> list[str]:
+    """Resources that a worker could take one of."""
+    return sorted(name for name in have if ":" not in name and "memory" not in name) or ["none"]
 
 
 def taking(resource: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The worker processes of a run, as the driver sees them: one for each rank, in one torch.distributed world.
+"""The worker processes of a torch.distributed world, as the driver sees them: one for each rank.
 
 What runs in them, and how a role lives there: fleet/host.py. Where they run is a carrier's business: on this machine
 (local_carrier.py), or wherever Ray places them (ray_carrier.py).
@@ -11,18 +11,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from docklands.dock.distributed import DistributedDock
 from docklands.dock.look import DockAddress
 from docklands.errors import DocklandsError, WorkerLost
 from docklands.fleet.host import Answer, Message, Setup, log_of
+from docklands.fleet.pulse import Pulse
 from docklands.obs.log import log_tail
 
 log = logging.getLogger("docklands.fleet")
 
 START_S = 300.0
 """Deadline of starting the processes: loading torch, and room on a busy cluster."""
+STACKS_S = 1.0
+"""How long a process that hangs gets to write its stacks."""
 GRACE_S = 5.0
 """How long the other ranks' answers are waited for once one has failed."""
 AGAIN = "start the run again; it resumes from the last checkpoint"
@@ -87,16 +92,24 @@ class Workers:
     """The processes. They start with the first call; a rank that is lost ends all of them.
 
     Calls may come from several threads: those with ranks in common wait for each other.
+
+    on_hang  told, on another thread, when a process was killed because it gave no sign of life (Setup.heartbeat_s)
     """
 
-    def __init__(self, setup: Setup, carrier: Carrier) -> None:
-        self.setup, self.carrier = setup, carrier
+    def __init__(self, setup: Setup, carrier: Carrier, on_hang: Callable[[], None] = lambda: None) -> None:
+        self.setup, self.carrier, self._on_hang = setup, carrier, on_hang
+        self._pulse: Pulse | None = None
         self.lines: list[Line] = []
         self._busy = [threading.Lock() for _ in range(setup.world_size)]
         self._starting = threading.Lock()
         self._memory = [0] * setup.world_size
         self._lost = ""
         self._dock: DockAddress | None = None
+
+    @property
+    def lost(self) -> WorkerLost | None:
+        """What every further call raises: a process is gone; None: all stand."""
+        return WorkerLost(self._lost, AGAIN) if self._lost else None
 
     # --- calls ------------------------------------------------------------------------------------------------
 
@@ -148,9 +161,16 @@ class Workers:
         self.urgent("", "stacks")
         folder = self.setup.log
         return "\n".join(
-            f"worker {rank}: {line.where}" + (f"; its stacks are in {log_of(folder, rank)}" if folder else "")
+            f"{self.name(rank)}: {line.where}" + (f"; its stacks are in {self._log_of(rank)}" if folder else "")
             for rank, line in enumerate(self.lines)
         )
+
+    def name(self, rank: int) -> str:
+        """For people."""
+        return f"worker {self.setup.first + rank}"
+
+    def _log_of(self, rank: int) -> Path | None:
+        return None if self.setup.log is None else log_of(self.setup.log, self.setup.first + rank)
 
     # --- processes --------------------------------------------------------------------------------------------
 
@@ -166,12 +186,16 @@ class Workers:
                 return
             everyone = list(range(self.setup.world_size))
             try:
+                if self.setup.heartbeat_s:
+                    self._pulse = Pulse(self.setup.heartbeat_s, self._hangs)
+                    self.setup = replace(self.setup, pulse=self._pulse.address)
                 self.lines = self.carrier.start(self.setup, START_S)
                 self._ask([0], "open_store", ())
                 port = list(self._answers([0], "start", START_S))[-1][0]
                 self._ask(everyone, "join", (self.lines[0].address, port))
                 list(self._answers(everyone, "start", START_S))
-                log.info("workers by rank: %s", "; ".join(line.where for line in self.lines))
+                said = "; ".join(line.where for line in self.lines)
+                log.info("workers by rank, from %d: %s", self.setup.first, said)
             except BaseException:
                 self.close()
                 raise
@@ -195,7 +219,8 @@ class Workers:
             if not ready:
                 if errors:
                     break
-                self._lose(f"workers {sorted(waiting.values())} did not answer within {wait_s:.0f} s to {what}")
+                late = sorted(self.setup.first + rank for rank in waiting.values())
+                self._lose(f"workers {late} did not answer within {wait_s:.0f} s to {what}")
             for line in ready:
                 rank = waiting[id(line)]
                 try:
@@ -212,7 +237,7 @@ class Workers:
         if errors:
             rank, error = min(errors.items())
             if answers or len(errors) < len(ranks) or not isinstance(error, DocklandsError):
-                self._lose(f"worker {rank} failed during {what}: {error}{self._tail(rank)}")
+                self._lose(f"{self.name(rank)} failed during {what}: {error}{self._tail(rank)}")
             raise error
         yield [answers[rank] for rank in ranks]
 
@@ -220,7 +245,7 @@ class Workers:
         """Who died, how, doing what, how large it was, and the end of its log."""
         line = self.lines[rank]
         size = f", {self._memory[rank] / 2**20:.0f} MiB resident before" if self._memory[rank] else ""
-        return f"worker {rank} ({line.where}) {line.fate()} during {what}{size}{self._tail(rank)}"
+        return f"{self.name(rank)} ({line.where}) {line.fate()} during {what}{size}{self._tail(rank)}"
 
     def _lose(self, message: str) -> None:
         """A rank is lost: the others hang in a collective or soon will, so all end."""
@@ -229,13 +254,29 @@ class Workers:
             line.kill()
         raise WorkerLost(message, AGAIN)
 
+    def _hangs(self, rank: int, doing: str) -> None:
+        """A process gives no sign of life: its stacks, where it can still write them, and the end of all."""
+        if rank >= len(self.lines):
+            return  # they are just being started, which has a deadline of its own
+        line, silent = self.lines[rank], f"gave no sign of life for {self.setup.heartbeat_s:g} s"
+        line.urgent(("", "stacks", ()))
+        time.sleep(min(STACKS_S, self.setup.heartbeat_s))
+        self._lost = f"{self.name(rank)} ({line.where}) {silent} during {doing}{self._tail(rank)}"
+        for each in self.lines:
+            each.kill()
+        self._on_hang()
+
     def _tail(self, rank: int) -> str:
         """The last lines of a rank's log."""
-        text = log_tail(log_of(self.setup.log, rank), 8) if self.setup.log is not None else ""
+        path = self._log_of(rank)
+        text = log_tail(path, 8) if path is not None else ""
         return f"\n{text}" if text else ""
 
     def close(self) -> None:
         """End the processes."""
+        if self._pulse is not None:
+            self._pulse.close()
+            self._pulse = None
         for line in self.lines:
             line.leave()
         for line in self.lines:

@@ -9,6 +9,7 @@ does not depend on how many others chose its expert, and engines that batch diff
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -32,14 +33,22 @@ class ExpertRows:
     ends_E    int32, one past the last row of each expert, its padding included
     """
 
-    def __init__(self, choice_Tk: Tensor, gate_up_EOI: Tensor, down_EOI: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        choice_Tk: Tensor,
+        gate_up_EOI: Tensor,
+        down_EOI: Tensor,
+        dtype: torch.dtype,
+        more: Iterable[Tensor] = (),
+    ) -> None:
+        """more: other matrices of experts that these rows are multiplied with."""
         experts, (tokens, top_k) = len(gate_up_EOI), choice_Tk.shape
         self.choice_Tk = choice_Tk
         load_E = count(choice_Tk, experts)
         size_E = load_E
         if choice_Tk.device.type == "cpu":
             threads = torch.get_num_threads()
-            step = max(row_step(tuple(weight.shape[1:]), dtype, threads) for weight in (gate_up_EOI, down_EOI))
+            step = max(row_step(tuple(weight.shape[1:]), dtype, threads) for weight in (gate_up_EOI, down_EOI, *more))
             size_E = (load_E + step - 1) // step * step
         order_M = torch.argsort(choice_Tk.flatten(), stable=True)  # by expert, then by token
         shift_E = (size_E.cumsum(0) - size_E) - (load_E.cumsum(0) - load_E)

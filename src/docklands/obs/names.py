@@ -130,6 +130,11 @@ TRAINING = [
     *spread("training/staleness", "versions", "versions between a sample's oldest token and its update"),
 ]
 
+FLEET = [
+    Metric("fleet/replicas", "replicas", "last", "generators with processes of their own, at the end of the step"),
+    Metric("fleet/restarts", "replicas", "sum", "generators that died or hung and were started again"),
+]
+
 ROLLOUT = [
     Metric("rollout/prefill_tokens", "tokens", "sum", "prompt tokens computed, shared prompts once"),
     Metric("rollout/decode_tokens", "tokens", "sum", "tokens sampled"),
@@ -197,7 +202,9 @@ MACHINE = [
     Metric("timing_s/update_critic", "s", "sum", "forward, backward and optimizer of the critic"),
     Metric("timing_s/reshard", "s", "sum", "weight publication"),
     Metric("timing_s/reshard/move", "s", "max", "of it, moving the weights by plan, on the slowest device"),
-    Metric("timing_s/checkpoint", "s", "sum", "saving"),
+    Metric("timing_s/checkpoint", "s", "sum", "saving, as far as training waits for it"),
+    Metric("timing_s/checkpoint_write", "s", "sum", "writing a checkpoint beside the training, told when it has ended"),
+    Metric("checkpoint/failed", "checkpoints", "sum", "checkpoints that could not be written beside the training"),
     Metric("timing_s/eval", "s", "sum", "held-out evaluation"),
     Metric("timing_s/step", "s", "sum", "the whole step, wall clock"),
     Metric("timing_s/{stage}", "s", "sum", "any other stage, by its name"),
@@ -221,6 +228,7 @@ SECTIONS: dict[str, list[Metric]] = {
     "Rollout correction": CORRECTION,
     "Training": TRAINING,
     "Rollout": ROLLOUT,
+    "Fleet": FLEET,
     "Resharding": RESHARD,
     "Evaluation": EVALUATION,
     "Dock": DOCK,

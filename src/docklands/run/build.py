@@ -5,7 +5,7 @@ Whatever is wrong with the user's input is found here, before anything starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from docklands import models
@@ -21,11 +21,14 @@ from docklands.data.stream import PromptStream, open_splits
 from docklands.dock import Dock, DockOptions
 from docklands.dock.hosted import HostedDock
 from docklands.errors import ConfigError
+from docklands.fleet.local_backend import LocalRole
+from docklands.fleet.replicas import Replicas
+from docklands.fleet.saving import RemoteCheckpoint
 from docklands.obs.rundir import RunDir
 from docklands.obs.sinks import Sinks
 from docklands.obs.watchdog import Watchdog
 from docklands.run.describe import SampleRecorder
-from docklands.run.fleet import build_fleet, build_sync
+from docklands.run.fleet import build_fleet, build_sync, close
 from docklands.run.parts import Parts, build_parts
 from docklands.run.prompts import Prompts, group_of
 from docklands.run.session import Evaluation, Run
@@ -44,14 +47,15 @@ def build(config: Config, run_dir: RunDir, sinks: Sinks, show: Callable[[str], N
     dock = build_dock(config, graph, run_dir.path / "dock")
     decode = parts.tokenizer.decode
     recorder = SampleRecorder(config.obs.samples_per_step, config.obs.tokens_per_sample, lambda i: decode([i], False))
-    watchdog = Watchdog(config.run.watchdog_s, lambda: state_text(dock, parts), run_dir.watchdog)
+    fleet: dict[str, LocalRole] = {}
+    watchdog = Watchdog(config.run.watchdog_s, lambda: state_text(dock, parts, fleet), run_dir.watchdog)
 
     def beat(stage: str) -> None:
         watchdog.beat(stage)
         show(stage)
 
     try:
-        fleet = build_fleet(parts, graph, dock, beat)
+        fleet |= build_fleet(parts, graph, dock, beat)
         if parts.workers is not None and isinstance(dock, HostedDock):
             dock.launcher.host = parts.workers.carrier.home  # where workers on other nodes find it
         return Run(
@@ -65,19 +69,22 @@ def build(config: Config, run_dir: RunDir, sinks: Sinks, show: Callable[[str], N
             run_dir=run_dir,
             sinks=sinks,
             watchdog=watchdog,
+            saver=None if parts.workers is None else RemoteCheckpoint(parts.workers),
             evaluation=build_evaluation(parts, held_out) if "rollout" in fleet else None,
             recorder=recorder,
         )
     except BaseException:
+        close(fleet)
         if parts.workers is not None:
             parts.workers.close()
         raise
 
 
-def state_text(dock: AnyDock, parts: Parts) -> str:
+def state_text(dock: AnyDock, parts: Parts, fleet: Mapping[str, LocalRole]) -> str:
     """For a stuck run: what the dock holds; workers write their stacks into their logs."""
     workers = f"\n\n{parts.workers.describe()}" if parts.workers else ""
-    return dock.describe() + workers
+    apart = [role.resource.describe() for role in fleet.values() if isinstance(role.resource, Replicas)]
+    return "\n".join([dock.describe() + workers, *apart])
 
 
 def build_dock(config: Config, graph: Graph, folder: Path) -> AnyDock:

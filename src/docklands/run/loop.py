@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from docklands.core.graph import UPDATE
@@ -29,7 +30,7 @@ async def train(run: Run) -> None:
     async with asyncio.TaskGroup() as flow:  # any pump's error ends the run, loudly
         flow.create_task(admit(run.prompts, dock))
         for stage in graph.upstream_of(UPDATE):
-            flow.create_task(pump(stage, fleet[stage.role], dock))
+            flow.create_task(fleet[stage.role].serve(stage, partial(pump, dock)))  # a pump, or one for each replica
         for step in run.steps_left():
             with run.step_scope(step) as metrics:
                 rows = await run.take_step(metrics)
@@ -53,7 +54,7 @@ async def admit(prompts: Prompts, dock: Dock) -> None:
             prompts.admitted()
 
 
-async def pump(stage: Stage, role: Role, dock: Dock) -> None:
+async def pump(dock: Dock, stage: Stage, role: Role) -> None:
     """Hand ready rows to the stage's workers; acknowledge, or drop what they dropped."""
     async for rows in dock.stream(stage):
         try:

@@ -12,12 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from docklands import models
 from docklands.config.load import load_config, resolved_yaml
 from docklands.config.paths import anchored, resolve_model_path
 from docklands.config.schema import Config
+from docklands.config.summary import without_effect
 from docklands.errors import CheckpointError, ConfigError
 from docklands.fleet.supervise import LOST, Restarts, lost_process
+from docklands.models import lora_export
+from docklands.models.adapters import with_lora
+from docklands.models.hf_export import export_stream
 from docklands.obs.console import ConsoleSink
 from docklands.obs.log import setup_logging, teardown_logging
 from docklands.obs.rundir import RunDir, writing
@@ -30,7 +36,7 @@ from docklands.run.loop import train
 from docklands.run.report import write_report
 from docklands.run.session import Run
 from docklands.run.summary import before_and_after, closing_lines
-from docklands.train import checkpoint
+from docklands.train import checkpoint, sharded_checkpoint
 
 INTERRUPTED = 130
 
@@ -79,6 +85,8 @@ async def run_training(
     began = time.monotonic()
     run = build(config, run_dir, Sinks([]), console.stage)
     console.say(headline(config, run.graph))
+    if idle := without_effect(config, "rollout" in run.graph.roles):
+        console.say(idle)
     console.start()
     try:
         await run.dock.open()
@@ -94,6 +102,7 @@ async def run_training(
         run.sinks, first = open_sinks(config, run_dir, console), run.step
         with run.watchdog, stoppable(run):
             interrupted = await train_until_done(run)
+            await resuming.settle(run, last=True)
         console.close()
         before_and_after(run_dir, console.say)
     finally:
@@ -141,7 +150,7 @@ async def train_until_done(run: Run) -> bool:
         return False
     if run.step >= run.config.run.steps or not run.stop_asked:
         return False
-    await resuming.save(run)
+    await resuming.save(run, last=True)
     return True
 
 
@@ -211,7 +220,7 @@ async def _evaluate(config: Config, aside: RunDir, path: str | None, ks: Sequenc
         run.evaluation.ks = ks
         found = find_checkpoint(run_dir, path)
         if found is not None:
-            run.fleet["actor"].resource.load_state_dict(checkpoint.load(found, "actor"))
+            resuming.load_engines(run, found, ["actor"])
             run.step = checkpoint.step_of(found)
         elif run_dir.read_metrics():
             raise CheckpointError(
@@ -238,14 +247,27 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("step_*")) if folder.is_dir() else []
 
 
-def export_run(run_dir: Path, out: Path) -> None:
-    """The actor of the last complete checkpoint as a Hugging Face directory."""
+def export_run(run_dir: Path, out: Path, adapter: bool = False) -> None:
+    """The actor of the last complete checkpoint as a Hugging Face directory, or its adapters as peft reads them."""
     directory = RunDir(run_dir)
     config, _ = load_config(directory.config)
     path = checkpoint.latest(directory.checkpoints)
     if path is None:
         raise CheckpointError(f"{run_dir} has no complete checkpoint", "set checkpoint.at_end or every_steps")
-    source = resolve_model_path(config.model.path)
-    model = models.build(models.read_config(source))
-    model.load_state_dict(checkpoint.load(path, "actor")["model"])
-    models.export(model, out, source=source)
+    source, trained = resolve_model_path(config.model.path), sharded_checkpoint.weights(path)
+    shape = with_lora(models.read_config(source), config.lora)
+    if adapter and shape.lora is None:
+        raise ConfigError(f"{run_dir} trained all weights: there is no adapter", "leave --adapter out")
+    if adapter:
+        lora_export.export_adapters(shape, trained, out, str(source))
+    elif shape.lora is None:
+        export_stream(shape, trained, out, source)
+    else:
+        lora_export.export_merged(shape, starting_weights(config, source), trained, out, source)
+
+
+def starting_weights(config: Config, source: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a run with adapters began with, and has beneath them still."""
+    if config.model.init == "random":
+        return models.build(models.read_config(source), seed=config.run.seed).named_parameters()
+    return lora_export.base_weights(source, models.read_config(source))

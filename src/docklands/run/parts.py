@@ -23,6 +23,7 @@ from docklands.fleet.generation import generation_of
 from docklands.fleet.host import Setup
 from docklands.fleet.local_carrier import LocalCarrier
 from docklands.fleet.workers import Carrier, Workers
+from docklands.models.adapters import with_lora
 from docklands.obs.rundir import RunDir
 from docklands.parallel import Layout
 from docklands.rollout.capacity import check_lengths, check_vocabulary
@@ -30,6 +31,7 @@ from docklands.rollout.engines import check_engine
 from docklands.rollout.partial import check_partial
 from docklands.run.routes import check_router, routes_column
 from docklands.sync.publish import check_sync
+from docklands.sync.quantize import check_transfer
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class Parts:
     log: Path
     workers: Workers | None = None
     routes: Field[Any] | None = None
+
+    @property
+    def apart(self) -> bool:
+        """Generators have processes of their own."""
+        return self.workers is not None and self.config.fleet.placement == "disaggregated"
 
     def graph(self) -> Graph:
         """The algorithm's, with the column of router choices when those are recorded."""
@@ -76,6 +83,7 @@ def build_parts(config: Config, run_dir: RunDir) -> Parts:
     tokenizer = load_tokenizer(resolve_model_path(config.model.tokenizer) if config.model.tokenizer else path)
     where = str(devices.choose(config.run.device))
     shape = models.read_config(path)
+    with_lora(shape, config.lora)
     check_vocabulary(tokenizer.vocab_size, shape)
     if "rollout" in algorithm.graph().roles:
         check_lengths(config.rollout, config.data.max_prompt_tokens, shape)
@@ -95,6 +103,8 @@ def build_workers(config: Config, path: Path, device: str, run_dir: RunDir, gene
     shape = models.read_config(path)
     layout.check_model(shape)
     check_placement(config, generates)
+    if generates:
+        check_transfer(config)
     if not config.has_workers:
         if config.sync.swap != "none":
             raise ConfigError(
@@ -108,14 +118,14 @@ def build_workers(config: Config, path: Path, device: str, run_dir: RunDir, gene
         check_sync(config.sync, device, apart)
     setup = Setup(
         layout,
-        generation.world_size if apart else 0,
         device=device.split(":")[0],
         threads=max(1, (config.run.threads or torch.get_num_threads()) // layout.world_size),
         wait_s=config.dock.wait_s,
         log=run_dir.log.resolve(),
         spans=run_dir.spans.resolve(),
+        heartbeat_s=config.fleet.heartbeat_s,
     )
-    return Workers(setup, build_carrier(config))
+    return Workers(setup, build_carrier(config, layout.world_size + (generation.world_size if apart else 0)))
 
 
 def check_placement(config: Config, generates: bool) -> None:
@@ -131,8 +141,11 @@ def check_placement(config: Config, generates: bool) -> None:
         raise ConfigError(f"{key} is set, but algorithm {config.algorithm.name} generates nothing", "remove it")
 
 
-def build_carrier(config: Config) -> Carrier:
-    """Where worker processes run. Ray is imported only when it is asked for."""
+def build_carrier(config: Config, workers: int) -> Carrier:
+    """Where worker processes run. Ray is imported only when it is asked for.
+
+    workers  that the run has in all: a Ray that is started here has room for them
+    """
     fleet = config.fleet
     if fleet.backend == "local":
         return LocalCarrier()
@@ -142,4 +155,4 @@ def build_carrier(config: Config) -> Carrier:
         raise ConfigError(
             f"fleet.backend is ray, but Ray cannot be imported: {error}", "pip install docklands[ray]"
         ) from None
-    return RayCarrier(fleet.ray_address, fleet.ray_resource, fleet.ray_strategy)
+    return RayCarrier(fleet.ray_address, fleet.ray_resource, fleet.ray_strategy, workers)

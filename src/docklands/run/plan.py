@@ -5,6 +5,7 @@ Legend: T tokens, D model, N heads, K kv heads, H head dim, F feed-forward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -15,10 +16,12 @@ from docklands.config.paths import resolve_model_path
 from docklands.config.schema import Config
 from docklands.errors import ConfigError, LayoutError
 from docklands.fleet.generation import generation_of
+from docklands.models.adapters import with_lora
 from docklands.models.catalog import catalog
 from docklands.models.config import ModelConfig
 from docklands.models.hf_io import read_config
 from docklands.parallel.layout import NUMBERS, Layout
+from docklands.parallel.pipeline import most_held
 from docklands.sync.plan import MIB, Method, Options, Plan, plan_reshard
 from docklands.train.offload import LAYERS_AT_ONCE, MOMENTS_AT_ONCE, most_at_once
 
@@ -55,6 +58,7 @@ class MemoryPlan:
 
     capacity   bytes of a device
     swapped    bytes that the fullest device's training state takes in the lower tier during generation
+    lora       of the adapters alone, where only they are trained
     sequences  decoded at once by an engine: as configured, or fewer where the KV cache of so many does not fit
     """
 
@@ -65,6 +69,7 @@ class MemoryPlan:
     swapped: int
     sequences: int
     wanted: int
+    lora: Plan | None = None
 
     def check(self) -> None:
         """ConfigError that says which phase does not fit, by how much, and what to change."""
@@ -83,13 +88,15 @@ class MemoryPlan:
         """The table that `docklands plan` prints."""
         plan, links = self.reshard, self.reshard.links()
         _, received = plan.traffic()
+        fp8 = f", fp8 and {_gib(plan.scale_bytes)} GiB of scales to each device" if plan.options.quantize else ""
         lines = [
             f"{self.model.num_params / 1e9:.3f} B parameters on {plan.devices} devices; training: {plan.source} "
             f"({plan.source.world_size} ranks), generation: {plan.target} ({plan.target.world_size} ranks)",
-            f"resharding ({plan.options.method}): {_gib(links.total)} GiB between devices ({_gib(links.node)} "
+            f"resharding ({plan.options.method}{fp8}): {_gib(links.total)} GiB between devices ({_gib(links.node)} "
             f"within nodes of {plan.options.node}, {_gib(links.between)} between nodes), {_gib(links.device)} copied "
             f"in place; a device receives at most {_gib(received.max())}; {len(plan.buckets)} buckets",
             f"swapped out during generation: {_gib(self.swapped)} GiB a device",
+            *self._adapters(),
             "",
             "GiB on the fullest device".ljust(27) + "".join(column.rjust(13) for column in (*COLUMNS, "total")),
         ]
@@ -100,6 +107,15 @@ class MemoryPlan:
         if self.sequences < self.wanted:
             lines.append(f"KV cache: {self.sequences} of {self.wanted} sequences (rollout.max_batch) fit at once")
         return "\n".join(lines)
+
+    def _adapters(self) -> list[str]:
+        """A line where adapters are trained."""
+        if self.lora is None:
+            return []
+        count = sum(math.prod(spec.shape) for spec in self.lora.table)
+        apart = any(spec.adapts for spec in self.reshard.table)
+        alone = f"; from the second publish on they alone are sent: {_gib(self.lora.links().total)} GiB"
+        return [f"adapters: {count / 1e6:.4g} M parameters are trained, the base rests{alone if apart else ''}"]
 
 
 def _gib(size: float) -> str:
@@ -130,17 +146,23 @@ def parse_layout(text: str) -> Layout:
 
 
 def parse_transfer(text: str, config: Config | None = None, node: int = 8) -> Options:
-    """ "method=broadcast,bucket_mib=128,node=16,apart=1" -> Options; what is not said is the config's. ConfigError."""
-    pairs = {"method": "minimal", "bucket_mib": "256", "node": str(node), "apart": "0"}
+    """ "method=broadcast,bucket_mib=128,node=16,apart=1,dtype=fp8" -> Options; what is not said is the config's.
+    ConfigError.
+    """
+    pairs = {"method": "minimal", "bucket_mib": "256", "node": str(node), "apart": "0", "dtype": "auto"}
     if config is not None:
         apart, method = config.fleet.placement == "disaggregated", config.sync.method
         chosen = ("broadcast" if apart else "minimal") if method == "auto" else method
-        pairs |= {"method": chosen, "apart": str(int(apart)), "bucket_mib": str(max(1, int(config.sync.bucket_mib)))}
+        size = str(max(1, int(config.sync.bucket_mib)))
+        pairs |= {"method": chosen, "apart": str(int(apart)), "bucket_mib": size, "dtype": config.sync.transfer_dtype}
     pairs |= _pairs(text, "transfer", tuple(pairs))
     if pairs["method"] not in get_args(Method) or pairs["apart"] not in ("0", "1"):
         raise ConfigError(f"transfer {text!r}: unknown method, or apart is not 0 or 1", ", ".join(get_args(Method)))
+    if pairs["dtype"] not in ("auto", "fp8"):
+        raise ConfigError(f"transfer {text!r}: unknown dtype {pairs['dtype']!r}", "auto or fp8")
     size, node = (_whole(pairs[name], f"transfer: {name}") for name in ("bucket_mib", "node"))
-    return Options(pairs["method"], size * MIB, node=node, apart=pairs["apart"] == "1")  # type: ignore[arg-type]
+    apart, quantize = pairs["apart"] == "1", pairs["dtype"] == "fp8"
+    return Options(pairs["method"], size * MIB, node=node, apart=apart, quantize=quantize)  # type: ignore[arg-type]
 
 
 def generation_layout(config: Config, text: str = "", apart: bool = False) -> Layout | None:
@@ -183,14 +205,19 @@ def plan_run(config: Config, model: ModelConfig, target: Layout | None, options:
         )
     dtype = config.train.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
     options = replace(options, itemsize=ITEMSIZE[dtype])
-    plan = plan_reshard(model, source, target, options)
-    trained, generated = _elements(plan.held("source"), plan), _elements(plan.held("target"), plan)
+    adapted = with_lora(model, config.lora)
+    plan = plan_reshard(adapted if config.lora.publish == "adapter" else model, source, target, options)
+    lora = None if adapted.lora is None else plan_reshard(adapted, source, target, replace(options, adapters=True))
+    held, generated = _elements(plan.held("source"), plan), _elements(plan.held("target"), plan)
+    trained = held if lora is None else _elements(lora.held("source"), lora)
+    rest = held - (trained if lora is None or config.lora.publish == "adapter" else 0)  # the base of adapters
     weights_bytes = sum(c * i for _, i, c in plan.held("target"))
     copies = ITEMSIZE[config.train.dtype] if config.train.dtype != "float32" and source.fsdp == 1 else 0
+    at_rest = copies or MASTER
     training = {
-        "weights": trained * (MASTER + copies) + (trained > 0) * _gathered(model, config, source),
+        "weights": rest * at_rest + trained * (MASTER + copies) + (held > 0) * _gathered(model, config, source),
         "gradients": trained * GRADIENT,
-        "optimizer": _moments(config, plan, trained),
+        "optimizer": _moments(config, lora or plan, trained),
         "activations": np.array([_activations(model, config, source, d) for d in range(plan.devices)]),
     }
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -201,10 +228,10 @@ def plan_run(config: Config, model: ModelConfig, target: Layout | None, options:
     room = capacity - int(np.max(weights_bytes))
     sequences = max(1, min(wanted, room // each))
     generation = {"generation": weights_bytes, "KV cache": (generated > 0) * each * sequences}
-    resharding = _resharding(plan, MASTER + copies)
+    resharding = _resharding(plan, at_rest if lora else MASTER + copies)
     phases = (_fullest("training", training), _fullest("resharding", resharding), _fullest("generation", generation))
-    swapped = int((trained * (MASTER + copies + GRADIENT + MOMENTS)).max())
-    return MemoryPlan(model, plan, phases, capacity, swapped, sequences, wanted)
+    swapped = int((rest * at_rest + trained * (MASTER + copies + GRADIENT + MOMENTS)).max())
+    return MemoryPlan(model, plan, phases, capacity, swapped, sequences, wanted, lora)
 
 
 def _elements(held: Iterable[tuple[str, int, np.ndarray]], plan: Plan) -> np.ndarray:
@@ -231,7 +258,7 @@ def _resharding(plan: Plan, master: int) -> dict[str, np.ndarray]:
     generated = {name: counts * itemsize for name, itemsize, counts in plan.held("target")}
     left = np.sum(list(trained.values()), axis=0)
     made, worst = np.zeros(plan.devices, np.int64), np.full(plan.devices, -1, np.int64)
-    messages = 2 * np.max([bucket.sent + bucket.received for bucket in plan.buckets], axis=0)
+    messages = 2 * np.max([bucket.sent + bucket.received for bucket in plan.buckets], axis=0) + plan.scale_bytes
     at = [left.copy(), made.copy()]
     for bucket in plan.buckets:
         for item in bucket.items:
@@ -276,9 +303,9 @@ def _activations(model: ModelConfig, config: Config, layout: Layout, rank: int) 
     A token keeps, per layer: 4 D (two norms, in and out), q, k, v, the attention's output, and 3 F (gate, up, their
     product; of experts, those of its top_k, and D in and out for each). With recompute full only D, and one layer
     whole; selective keeps neither the norms' outputs nor the activations' products.
-    Tensor parallelism with sp divides all of it, context parallelism the tokens. A pipeline stage p of P keeps P - p
-    micro-batches. With activation_offload only two layers' are on the device. Beside that: the fp32 logits of a chunk,
-    and their gradient.
+    Tensor parallelism with sp divides all of it, context parallelism the tokens. A pipeline's rank keeps as many
+    micro-batches as its schedule holds. With activation_offload only two layers' are on the device. Beside that: the
+    fp32 logits of a chunk, and their gradient.
     """
     if rank >= layout.world_size:
         return 0
@@ -292,15 +319,17 @@ def _activations(model: ModelConfig, config: Config, layout: Layout, rank: int) 
     ranges = layout.layer_ranges(model.num_layers)
     layers = [layer for chunk in layout.chunks_of(rank) for layer in ranges[chunk]]
     per_layer = [sparse if moe is not None and moe.is_sparse(layer) else dense for layer in layers]
-    numbers = sum(per_layer)
+    kept, whole = per_layer, 0
     if config.train.recompute == "full":
-        numbers = len(layers) * size + max(per_layer)
+        kept, whole = [size] * len(layers), max(per_layer)
     elif config.train.recompute == "selective":
-        numbers -= sum(2 * size + _activated(model, layer) for layer in layers)
-    tokens, batches = -(-config.train.tokens_per_microbatch // layout.cp), layout.pp - stage
+        kept = [numbers - 2 * size - _activated(model, layer) for numbers, layer in zip(per_layer, layers)]
+    tokens = -(-config.train.tokens_per_microbatch // layout.cp)
+    held = most_held(layout.pp, layout.vpp, stage, layout.schedule == "zero_bubble")
+    numbers = sum(kept) * held // layout.vpp
     if config.train.activation_offload:
-        numbers, batches = most_at_once(per_layer, LAYERS_AT_ONCE), 1
-    kept = numbers * tokens * batches * ITEMSIZE[config.train.dtype]
+        numbers = most_at_once(kept, LAYERS_AT_ONCE)
+    activations = (numbers + whole) * tokens * ITEMSIZE[config.train.dtype]
     chunk = min(tokens, config.train.logprob_chunk_tokens)
     logits = 2 * 4 * chunk * -(-model.vocab_size // layout.tp) if stage == layout.pp - 1 else 0
-    return kept // layout.tp + logits
+    return activations // layout.tp + logits

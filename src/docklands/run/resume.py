@@ -20,7 +20,7 @@ from docklands.errors import (
     TooManyDropped,
 )
 from docklands.models.hf_io import not_finite
-from docklands.train import checkpoint
+from docklands.train import checkpoint, sharded_checkpoint
 
 if TYPE_CHECKING:
     from docklands.run.session import Run
@@ -32,13 +32,17 @@ SPARED = (ConfigError, EnvError, RewardError, RolloutError, TooManyDropped)
 log = logging.getLogger("docklands.run")
 
 
-async def save(run: Run) -> Path:
-    """Write a complete checkpoint of the run as it stands between two steps; atomic.
+async def save(run: Run, last: bool = False) -> Path | None:
+    """Write a complete checkpoint of the run as it stands between two steps; atomic. -> its directory.
 
     The flow (prompts, algorithm, dock) is read here, on the event loop, in one piece: nothing is admitted or handed out
     in between (by a dock in processes of its own: before its copy is made). Only the engines, which nothing changes
-    between two steps, are read on their device's thread.
+    between two steps, are read on their device's thread. Engines in workers are copied then, and written beside the
+    next steps: `settle` waits for that. One that cannot be begun is told and counted then, and the run goes on (None).
+
+    last  no other will be written: CheckpointError, as always where the engines are in this process
     """
+    await settle(run)
     flow = {
         "step": run.step,
         "prompts": run.prompts.state_dict(),
@@ -48,7 +52,29 @@ async def save(run: Run) -> Path:
     if (rollout := waiting_samples(run)) is not None:
         flow["rollout"] = rollout.state_dict()
     flow["dock"], files = await run.dock.save()  # last: a prompt may be in both, never in neither
-    return await run.fleet["actor"].call("checkpoint", write, run, flow, files)
+    try:
+        return await run.fleet["actor"].call("checkpoint", write, run, flow, files)
+    except CheckpointError as error:
+        if last or run.saver is None:
+            raise
+        log.warning("%s (%s); the run goes on", error.message, error.hint)
+        run.fleet["actor"].note({"checkpoint/failed": (1.0, 1.0)})
+        return None
+
+
+async def settle(run: Run, last: bool = False) -> None:
+    """Wait for the checkpoint that workers still write. One that cannot be written is told, and the run goes on.
+
+    last  no other will be written: CheckpointError
+    """
+    if run.saver is None or run.saver.going is None:
+        return
+    try:
+        await run.fleet["actor"].call("checkpoint", run.saver.settle)
+    except CheckpointError as error:
+        if last:
+            raise
+        log.warning("%s (%s); the run goes on", error.message, error.hint)
 
 
 async def save_despite(run: Run, error: BaseException) -> None:
@@ -57,11 +83,13 @@ async def save_despite(run: Run, error: BaseException) -> None:
         return
     if not isinstance(error, (*SPARED, BaseExceptionGroup)) or run.updating or not run.step:
         return
-    newest = checkpoint.latest(run.run_dir.checkpoints)
-    if newest is not None and checkpoint.step_of(newest) >= run.step:
-        return
     try:
-        path = await save(run)
+        await settle(run)
+        newest = checkpoint.latest(run.run_dir.checkpoints)
+        if newest is not None and checkpoint.step_of(newest) >= run.step:
+            return
+        path = await save(run, last=True)
+        await settle(run, last=True)
     except Exception as failure:  # the error that ended the run is the one to report
         log.warning("what was trained up to step %d could not be saved: %s", run.step, failure)
     else:
@@ -70,11 +98,14 @@ async def save_despite(run: Run, error: BaseException) -> None:
 
 def write(run: Run, flow: dict[str, Any], files: Sequence[Path]) -> Path:
     """Engines, flow and the dock's files into a new checkpoint directory. NonFinite rather than weights with a NaN."""
-    states = {name: run.fleet[name].resource.state_dict() for name in ENGINES if name in run.fleet}
+    root, keep = run.run_dir.checkpoints, run.config.checkpoint.keep
+    roles = [name for name in ENGINES if name in run.fleet]
+    if run.saver is not None:
+        return run.saver.begin(checkpoint.begin(root.resolve(), run.step, {"flow": flow}, keep, files), roles)
+    states = {name: run.fleet[name].resource.state_dict() for name in roles}
     for name, state in states.items():
         check_finite(state["model"], f"{name} after step {run.step}", "checkpoints from before are intact")
-    keep = run.config.checkpoint.keep
-    return checkpoint.save(run.run_dir.checkpoints, run.step, {**states, "flow": flow}, keep=keep, files=files)
+    return checkpoint.save(root, run.step, {**states, "flow": flow}, keep=keep, files=files)
 
 
 async def load_latest(run: Run) -> int:
@@ -97,19 +128,16 @@ async def load_latest(run: Run) -> int:
 
 async def load(run: Run, path: Path) -> None:
     """Raises CheckpointError when a part is missing or damaged, ConfigError when it does not fit this run."""
-    for name in ENGINES:
-        if name in run.fleet:
-            if name == "critic" and "critic.pt" not in checkpoint.read_stamps(path):
-                raise ConfigError(
-                    f"{path} has no critic: another algorithm than {run.config.algorithm.name} saved it",
-                    "resume with the algorithm that the run was started with",
-                )
-            state = checkpoint.load(path, name)
-            check_finite(state.get("model") or {}, str(path / f"{name}.pt"), checkpoint.REMOVE)
-            with fitting():
-                run.fleet[name].resource.load_state_dict(state)
+    roles = [name for name in ENGINES if name in run.fleet]
+    if "critic" in roles and "critic" not in sharded_checkpoint.roles_in(path):
+        raise ConfigError(
+            f"{path} has no critic: another algorithm than {run.config.algorithm.name} saved it",
+            "resume with the algorithm that the run was started with",
+        )
+    load_engines(run, path, roles)
     flow = checkpoint.load(path, "flow")
-    checkpoint.verify(path, [name for name in checkpoint.read_stamps(path) if not name.endswith(".pt")])  # the dock's
+    engines = {file for role in roles for file in sharded_checkpoint.files_of(path, role)}
+    checkpoint.verify(path, [name for name in checkpoint.read_stamps(path) if name not in engines])  # the dock's
     try:
         with fitting():
             run.prompts.load_state_dict(flow["prompts"])
@@ -123,6 +151,29 @@ async def load(run: Run, path: Path) -> None:
         raise CheckpointError(
             f"{path}: the flow's state lacks {error}", "was it written by another version?"
         ) from error
+
+
+def load_engines(run: Run, path: Path, roles: Sequence[str]) -> None:
+    """Weights, optimizer, schedule and version of these engines, from a checkpoint of any layout.
+
+    CheckpointError, NonFinite, ConfigError as `load`.
+    """
+    if run.saver is not None:
+        with fitting():
+            for note in run.saver.load(path, roles):
+                log.warning("resumed with a changed setting: optim.%s", note)
+        return
+    for role in roles:
+        engine = run.fleet[role].resource
+        if sharded_checkpoint.is_whole(path, role):
+            state = checkpoint.load(path, role)
+            check_finite(state.get("model") or {}, str(path / f"{role}.pt"), checkpoint.REMOVE)
+            with fitting():
+                engine.load_state_dict(state)
+        else:
+            with fitting():
+                sharded_checkpoint.load(path, {role: engine})
+            check_finite(engine.masters(), f"{role} of {path}", checkpoint.REMOVE)
 
 
 def waiting_samples(run: Run) -> Any:

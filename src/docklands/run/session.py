@@ -15,6 +15,7 @@ from docklands.core.protocols import Dock, Outcome, Rows, Sampling, WeightSync
 from docklands.core.stage import Learner
 from docklands.errors import DockClosed, WarehouseLost
 from docklands.fleet.local_backend import Device, LocalRole
+from docklands.fleet.saving import RemoteCheckpoint
 from docklands.obs.flow import FlowLog
 from docklands.obs.metrics import Metrics
 from docklands.obs.rundir import RunDir
@@ -40,7 +41,10 @@ class Evaluation:
 
 @dataclass
 class Run:
-    """One run, built. `step` is the number of steps done, and the weight version that is current."""
+    """One run, built. `step` is the number of steps done, and the weight version that is current.
+
+    saver  of engines in worker processes; None: they are in this one
+    """
 
     config: Config
     algorithm: Algorithm
@@ -52,6 +56,7 @@ class Run:
     run_dir: RunDir
     sinks: Sinks
     watchdog: Watchdog
+    saver: RemoteCheckpoint | None = None
     evaluation: Evaluation | None = None
     recorder: SampleRecorder = field(default_factory=lambda: SampleRecorder(0))
     step: int = 0
@@ -151,6 +156,8 @@ class Run:
         self.sinks.write(self.step, metrics.result())
         self.run_dir.write_samples(self.step, self.recorder.take())
         last = self.step == self.config.run.steps
+        if "checkpoint/failed" in known:
+            await resume.settle(self)
         await self.checkpoint_if_due(last)
         every = self.config.eval.every_steps
         if (every and self.step % every == 0 and not last) or (last and self.config.eval.after):
@@ -166,7 +173,7 @@ class Run:
     async def checkpoint_if_due(self, last: bool) -> None:
         every, at_end = self.config.checkpoint.every_steps, self.config.checkpoint.at_end
         if (every and self.step % every == 0) or (last and at_end):
-            await resume.save(self)
+            await resume.save(self, last)
 
     async def evaluate(self, step: int) -> None:
         """Generate and score the held-out prompts; one record in evals.jsonl."""

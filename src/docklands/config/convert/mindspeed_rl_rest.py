@@ -101,7 +101,7 @@ UNSUPPORTED = [
     *lack("no dropout in RL training", "actor_config.attention_dropout actor_config.hidden_dropout", 0.0),
     *lack("AdamW only", "actor_config.optimizer", "adam"),
     *lack("write the template into the tokenizer's chat_template", "actor_config.prompt_type*"),
-    *lack("LoRA is not there: all parameters are trained", "actor_config.lora_*", 0, False),
+    *lack("write lora.rank, alpha and targets: docs/howto/lora.md", "actor_config.lora_*", 0, False),
     *lack("text only", "actor_config.mm_model rl_config.is_multimodal vit_config.* rl_config.vit_*", False),
     *lack("PyTorch only", "actor_config.ai_framework"),
     *lack(

@@ -317,7 +317,7 @@ UNSUPPORTED = (
     *lack("bfloat16 or float32", "fp16", False),
     *lack("constant, linear or cosine to train.optim.min_lr_fraction", "lr_scheduler_kwargs"),
     *lack("nothing is compiled", "torch_compile torch_compile_backend torch_compile_mode", False),
-    *lack("LoRA is not there: all parameters are trained", "use_peft lora_* load_in_*", False),
+    *lack("write lora.rank, alpha and targets: docs/howto/lora.md", "use_peft lora_* load_in_*", False),
     *lack("not there", "label_smoothing_factor neftune_noise_alpha load_best_model_at_end", 0, 0.0, False),
     *lack("best is what evals.jsonl says", "metric_for_best_model greater_is_better eval_delay"),
 )

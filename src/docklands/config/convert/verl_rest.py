@@ -46,8 +46,8 @@ UNNEEDED = (
 )
 
 UNSUPPORTED = (
-    *lack("LoRA is not there: all parameters are trained", "*.lora_rank *.lora_adapter_path", 0),
-    *lack("without LoRA", "*.lora_alpha *.target_modules *.exclude_modules", 16, "all-linear"),
+    *lack("write lora.rank, alpha and targets: docs/howto/lora.md", "*.lora_rank *.lora_adapter_path", 0),
+    *lack("goes with lora.rank", "*.lora_alpha *.target_modules *.exclude_modules", 16, "all-linear"),
     *lack("write the template into the tokenizer", "*.custom_chat_template data.apply_chat_template_kwargs", {}),
     *lack("the network is config.json's", "*.override_config", {}),
     *lack("text only", "data.image_key data.video_key", "images", "videos"),

@@ -1,0 +1,240 @@
+"""Generators with processes of their own: independent replicas, each a world, each with a pump.
+
+A replica takes groups as it has room for them (generation.GenerationShard.visit), so the longest sample of one makes no
+other wait, and the work is shared by load. It may die, be found hanging, be started again, join or leave while trainers
+and the other replicas go on: its unfinished groups are given back to the dock, which hands them to whoever has room.
+
+    starting -> standing (has its objects, publishes with the others) -> holding (has the version of the moment) -> gone
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from docklands.core.batch import Batch
+from docklands.core.fields import GROUP_ID
+from docklands.core.protocols import Rows, Sampling
+from docklands.core.stage import Result
+from docklands.errors import RolloutError
+from docklands.fleet.generation import ROLE, SYNC, GenerationShard, GenerationSpec, SyncSpec
+from docklands.fleet.local_backend import Device
+from docklands.fleet.publishing import Member
+from docklands.fleet.supervise import Restarts
+
+if TYPE_CHECKING:
+    from docklands.fleet.publishing import PartySync
+    from docklands.fleet.workers import Workers
+
+WISHES = "fleet.json"
+"""In the run directory: how many replicas are wanted now."""
+
+
+class Replica:
+    """One replica, as the driver sees it. `workers` are others after each restart.
+
+    hand, inbox  groups that its processes have, and that they get with the next visit, by lease
+    free         samples that could join
+    whole        nothing can join what it is at work on (generation.Visit)
+    holds        it has the version of the moment
+    """
+
+    def __init__(self, number: int, make: Callable[[Replica], Workers], owner: Replicas) -> None:
+        self.number, self._make, self._owner = number, make, owner
+        self.device = Device(f"rollout.{number}")
+        self.workers = make(self)
+        self.holds = asyncio.Event()
+        self.stands = self.leaving = self.visiting = self.whole = False
+        self.empty()
+
+    def empty(self) -> None:
+        """Nothing in hand."""
+        self.hand: dict[int, Rows] = {}
+        self.inbox: list[Rows] = []
+        self.free = 1
+        self.room, self.stirred = asyncio.Event(), asyncio.Event()
+        self.room.set()
+
+    def begin(self, spec: GenerationSpec, sync: SyncSpec) -> None:
+        """Start the processes and make what they need. Blocks. Raises what that raises."""
+        self.workers.make(ROLE, GenerationShard, spec)
+        self.workers.make(SYNC, Member, sync)
+        self.stands = True
+
+    def again(self) -> None:
+        """Other processes in the place of lost ones. Blocks until those are gone."""
+        self.stands = False
+        self.workers.close()
+        self.workers = self._make(self)
+
+    def stop_soon(self) -> None:
+        """Something has happened to it: its pump should look. From any thread."""
+        loop = self._owner.loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self.stirred.set)
+
+    def leave(self) -> None:
+        """Take nothing more, end what it has, and go."""
+        self.leaving = True
+        self.room.clear()
+        self.stirred.set()
+
+    def nudge(self) -> None:
+        """A visit is under way, and more has come: it should end soon."""
+        self.workers.urgent(ROLE, "nudge")
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """On all ranks."""
+        return self.workers.call(ROLE, method, *args)
+
+    def got(self, rows: Rows) -> None:
+        """A group for it."""
+        self.inbox.append(rows)
+        self.free -= len(rows)
+        self.stirred.set()
+        if self.free <= 0:
+            self.room.clear()
+
+    def has_room(self, samples: int) -> None:
+        """After a visit; what came meanwhile is in the inbox."""
+        self.free = samples - sum(len(rows) for rows in self.inbox)
+        if self.free > 0 and not self.leaving:
+            self.room.set()
+
+    def close(self) -> None:
+        """End its processes."""
+        self.workers.close()
+        self.device.close()
+
+
+class Replicas:
+    """The resource of the role "rollout": all replicas.
+
+    make      (number of its first worker, told when one hangs) -> the processes of a replica, not yet started
+    restarts  how often a lost one may be started again
+    version   that was published last
+    wishes    file that says how many are wanted (WISHES); None: as many as there are
+    drains    before each publish, instead of going on under new weights (fleet.publish)
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int, Callable[[], None]], Workers],
+        specs: tuple[GenerationSpec, SyncSpec],
+        number: int,
+        restarts: Restarts,
+    ) -> None:
+        """Start `number` replicas, all at once. Raises what one of them raises."""
+        self._make, self.specs = make, specs
+        self.restarts = restarts
+        self.members: dict[int, Replica] = {}
+        self.version = -1
+        self.sync: PartySync | None = None
+        self.wishes: Path | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.drains = False
+        self._holders, self._draining = 0, False
+        self._open, self._quiet = asyncio.Event(), asyncio.Condition()
+        self._open.set()
+        first = [self.add() for _ in range(number)]
+        try:
+            with ThreadPoolExecutor(number) as pool:
+                list(pool.map(lambda replica: replica.begin(*specs), first))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def spec(self) -> GenerationSpec:
+        """What generators are made of; its layout: of one replica."""
+        return self.specs[0]
+
+    def add(self) -> Replica:
+        """Another one, not yet started, under the lowest free number."""
+        number = next(i for i in range(len(self.members) + 1) if i not in self.members)
+        size = self.spec.layout.world_size
+        replica = Replica(number, lambda replica: self._make(number * size, replica.stop_soon), self)
+        self.members[number] = replica
+        return replica
+
+    def standing(self) -> list[Replica]:
+        """Those that publish, by number."""
+        return [replica for _, replica in sorted(self.members.items()) if replica.stands and not replica.workers.lost]
+
+    @asynccontextmanager
+    async def held(self, publish: bool = False) -> AsyncIterator[None]:
+        """No visit begins meanwhile. publish: where that was chosen, all that was begun ends first."""
+        self._holders += 1
+        self._open.clear()
+        try:
+            if publish and self.drains:
+                self._draining = True
+                async with self._quiet:
+                    await self._quiet.wait_for(lambda: not any(r.hand for r in self.members.values()))
+            yield
+        finally:
+            self._draining = False
+            self._holders -= 1
+            if not self._holders:
+                self._open.set()
+
+    @asynccontextmanager
+    async def idle(self, replica: Replica) -> AsyncIterator[None]:
+        """It has nothing in hand."""
+        async with self._quiet:
+            self._quiet.notify_all()
+        yield
+
+    async def any_holds(self) -> None:
+        """Until one has weights: all may be being started again."""
+        waits = [asyncio.ensure_future(replica.holds.wait()) for replica in self.members.values()]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waits:
+                each.cancel()
+
+    async def turn(self, replica: Replica) -> bool:
+        """Wait until a visit may begin; -> whether new groups may join it."""
+        if self._draining and replica.hand:
+            return False
+        async with self._quiet:
+            self._quiet.notify_all()
+        await self._open.wait()
+        return True
+
+    # --- rows that are not in the dock ------------------------------------------------------------------------
+
+    def rollout(self, batch: Batch, sampling: Sampling, visit: int = 0) -> Result:
+        """See RolloutWorker: for evaluation. Groups are dealt to those that hold weights; in their order."""
+        able = [replica for replica in self.standing() if replica.holds.is_set()]
+        if not able:
+            raise RolloutError("no generator stands", "their logs say why; the run starts them again")
+        turn = np.unique(batch[GROUP_ID].numpy(), return_inverse=True)[1] % len(able)
+        parts = [batch.select(turn == index) for index in range(len(able))]
+        with ThreadPoolExecutor(len(able)) as pool:
+            asked = [pool.submit(r.call, "rollout", part, sampling, visit) for r, part in zip(able, parts) if len(part)]
+            found = [result for future in asked for result in future.result() if result is not None]
+        batches = [part.batch for part in found if part.batch is not None and len(part.batch)]
+        dropped = {row: why for part in found for row, why in part.dropped.items()}
+        return Result(Batch.concat(batches) if batches else None, dropped, {})
+
+    def describe(self) -> str:
+        """For a stuck run; see Workers.describe."""
+        return "\n".join(replica.workers.describe() for _, replica in sorted(self.members.items()))
+
+    def abort(self) -> None:
+        """End running rollouts soon, from any thread."""
+        for replica in self.members.values():
+            replica.workers.urgent(ROLE, "abort")
+
+    def close(self) -> None:
+        """End all processes."""
+        with ThreadPoolExecutor(max(1, len(self.members))) as pool:
+            list(pool.map(Replica.close, self.members.values()))
