@@ -55,9 +55,9 @@ class Settings:
 
 
 def advantages(rewards: Sequence[float]) -> list[float]:
-    """(reward - mean) / std over one group; all equal: 0."""
+    """(reward - mean) / std over one group; all equal, or only one: 0."""
     mean = sum(rewards) / len(rewards)
-    std = (sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)) ** 0.5
+    std = (sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)) ** 0.5
     return [(r - mean) / std if std > 1e-6 else 0.0 for r in rewards]
 
 
@@ -141,12 +141,14 @@ def train_on(steps: Sequence[Sequence[Group]], model: torch.nn.Module, settings:
 
 
 @torch.no_grad()
-def sample_group(model: torch.nn.Module, prompt: list[int], n: int, max_tokens: int, stop: int) -> list[Sample]:
+def sample_group(
+    model: torch.nn.Module, prompt: list[int], n: int, max_tokens: int, stop: int, temperature: float = 1.0
+) -> list[Sample]:
     """n responses of at most max_tokens tokens; `stop` ends a response and is part of it. Rewards are still 0."""
     ids = torch.tensor([prompt] * n)
     chosen = torch.zeros(n, 0)
     for _ in range(max_tokens):
-        log_p = model(ids).logits[:, -1].float().log_softmax(-1)
+        log_p = (model(ids).logits[:, -1].float() / temperature).log_softmax(-1)
         token = torch.multinomial(log_p.exp(), 1)
         ids = torch.cat([ids, token], 1)
         chosen = torch.cat([chosen, log_p.gather(1, token)], 1)
@@ -183,10 +185,14 @@ def repeat_reward(prompt: list[int], response: list[int], length: int = 4) -> fl
 
 
 def record(
-    model: torch.nn.Module, prompts: Sequence[list[int]], n: int, reward: Callable[[list[int], list[int]], float]
+    model: torch.nn.Module,
+    prompts: Sequence[list[int]],
+    n: int,
+    reward: Callable[[list[int], list[int]], float],
+    temperature: float = 1.0,
 ) -> list[Group]:
     """Sample and score one step's groups."""
-    groups = [sample_group(model, prompt, n, max_tokens=4, stop=STOP) for prompt in prompts]
+    groups = [sample_group(model, prompt, n, 4, STOP, temperature) for prompt in prompts]
     for group in groups:
         for sample in group:
             sample.reward = reward(sample.prompt, sample.response)
@@ -202,7 +208,7 @@ def main(steps: int = 40, prompts_per_step: int = 8, samples_per_prompt: int = 8
     history = []
     for step in range(steps):
         prompts = [[digits.randrange(10), START] for _ in range(prompts_per_step)]
-        groups = record(model, prompts, samples_per_prompt, repeat_reward)
+        groups = record(model, prompts, samples_per_prompt, repeat_reward, settings.temperature)
         rewards = [sample.reward for group in groups for sample in group]
         losses = train_step(groups, model, optimizer, settings)
         history.append(sum(rewards) / len(rewards))

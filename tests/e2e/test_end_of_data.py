@@ -51,11 +51,14 @@ def test_the_remedy_that_the_warning_names_works(tmp_path: Path) -> None:
     assert [step for step, _ in run.read_metrics()] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("ended_by", ["steps", "prompts"])
 def test_a_finished_run_without_a_checkpoint_is_neither_resumed_nor_evaluated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ended_by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its records stay, and nobody takes the starting weights for what it trained."""
-    more = overrides(tmp_path / "run", "run.steps=2", "checkpoint.at_end=false")
+    source = rows(tmp_path / "rows.jsonl", 8)
+    end = {"steps": ["run.steps=2"], "prompts": ["run.steps=3", "data.epochs=1", f"data.source={source}"]}[ended_by]
+    more = overrides(tmp_path / "run", *end, "checkpoint.at_end=false")
     assert cli(["train", RECIPE, *more]) == 0
     run = RunDir(tmp_path / "run")
     before = run.metrics.read_bytes()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from docklands import models
 from docklands.train import checkpoint
+from docklands.train.engine import TrainEngine
 from tests.e2e.runs import ROOT, run_here
 
 PRESETS = [
@@ -51,12 +53,26 @@ def test_preset_runs_three_steps(recipe: str, more: tuple[str, ...], tmp_path: P
 
 
 @pytest.mark.slow
-def test_pitfall_03_the_schedule_ends_with_the_actors_last_update(tmp_path: Path) -> None:
-    """While the critic warms up, the actor makes no update: its horizon is shorter by those steps, the critic's not."""
+def test_pitfall_03_the_schedule_ends_with_the_actors_last_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the critic warms up, the actor makes no update: its horizon is shorter by those steps, the critic's not.
+
+    Two updates a step: a horizon counted in steps would end in the middle.
+    """
+    update, used = TrainEngine.update, {"actor/lr": [], "critic/lr": []}
+
+    def seen(engine: TrainEngine, *args: Any) -> Any:
+        metrics = update(engine, *args)
+        for name, rates in used.items():
+            rates += [metrics[name][0]] if name in metrics else []
+        return metrics
+
+    monkeypatch.setattr(TrainEngine, "update", seen)
     more = (
         "run.steps=4",
         "algorithm.critic_warmup_steps=2",
-        "algorithm.samples_per_update=0",
+        "algorithm.samples_per_update=8",
         "checkpoint.at_end=false",
     )
     optim = (
@@ -64,5 +80,7 @@ def test_pitfall_03_the_schedule_ends_with_the_actors_last_update(tmp_path: Path
         "critic.optim={lr: 1.0e-4, schedule: linear, warmup_updates: 0}",
     )
     rows = run_here("mix6_ppo.yaml", tmp_path / "run", *more, *optim).read_metrics()
-    assert [metrics.get("actor/lr") for _, metrics in rows] == [None, None, 1e-4, pytest.approx(5e-5)]
-    assert [metrics["critic/lr"] for _, metrics in rows] == pytest.approx([1e-4, 7.5e-5, 5e-5, 2.5e-5])
+    assert used["actor/lr"] == pytest.approx([1e-4 * left / 4 for left in (4, 3, 2, 1)])
+    assert used["critic/lr"] == pytest.approx([1e-4 * left / 8 for left in (8, 7, 6, 5, 4, 3, 2, 1)])
+    assert [metrics.get("actor/lr") for _, metrics in rows] == [None, None, *used["actor/lr"][1::2]]
+    assert [metrics["critic/lr"] for _, metrics in rows] == used["critic/lr"][1::2]

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from docklands.cli.main import run as cli
+from docklands.core.protocols import Rows
+from docklands.obs.metrics import Metrics
 from docklands.obs.rundir import RunDir
 from docklands.obs.sinks import strip_times
+from docklands.rollout import NativeEngine
+from docklands.run.session import Run
 from docklands.train import checkpoint
+from docklands.train.engine import TrainEngine
 from tests.e2e.runs import ROOT, docklands, overrides, run_here, start, train_arguments
 
 pytestmark = pytest.mark.slow
@@ -108,6 +115,39 @@ def test_ctrl_c_saves_a_clean_checkpoint_and_exits_130(tmp_path: Path) -> None:
     more = [f"run.steps={steps[-1] + 1}"]
     assert docklands(*train_arguments("mix6_grpo.yaml", run.path, more), "--resume").returncode == 0
     assert [step for step, _ in run.read_metrics()] == list(range(1, steps[-1] + 2))
+
+
+def test_ctrl_c_in_an_update_begins_no_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is done; what was to be generated for later ones is not waited for, and is there after a resume."""
+    take_step, update, generate, after, runs = Run.take_step, TrainEngine.update, NativeEngine.generate, [], []
+
+    async def seen(run: Run, metrics: Metrics) -> Rows:
+        runs[:] = [run]
+        return await take_step(run, metrics)
+
+    def interrupted(engine: TrainEngine, *args: Any) -> Any:
+        if not runs[0].stop_asked:
+            os.kill(os.getpid(), signal.SIGINT)
+            deadline = time.monotonic() + 30
+            while not runs[0].stop_asked:
+                assert time.monotonic() < deadline, "the signal was not heard"
+                time.sleep(0.002)
+        return update(engine, *args)
+
+    def counted(engine: NativeEngine, requests: Any) -> Any:
+        after.extend(requests if runs and runs[0].stop_asked else ())
+        return generate(engine, requests)
+
+    monkeypatch.setattr(Run, "take_step", seen)
+    monkeypatch.setattr(TrainEngine, "update", interrupted)
+    monkeypatch.setattr(NativeEngine, "generate", counted)
+    more = overrides(tmp_path / "run", "dock.max_staleness=2", "dock.groups_per_take=1", "run.steps=4")
+    assert cli(["train", str(ROOT / "configs/mix6_grpo.yaml"), *more]) == 130
+    run = RunDir(tmp_path / "run")
+    assert [step for step, _ in run.read_metrics()] == [1] and not after
+    monkeypatch.undo()
+    assert cli(["train", str(ROOT / "configs/mix6_grpo.yaml"), *more, "--resume"]) == 0
+    assert [step for step, _ in run.read_metrics()] == [1, 2, 3, 4]
 
 
 def test_pitfall_23_resume_at_the_epoch_boundary(tmp_path: Path) -> None:

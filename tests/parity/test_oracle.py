@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,7 @@ from docklands.core.fields import (
 )
 from docklands.core.loss import Denominators, ModelOutput
 from docklands.core.stage import Learner
+from docklands.models.hf_io import hf_parts
 from docklands.train.engine import TrainEngine
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo_single_file.py"
@@ -52,11 +54,16 @@ oracle = load_example()
 
 @dataclass(frozen=True)
 class Setting:
-    """What is varied. updates: optimizer updates per step."""
+    """What is varied. updates: optimizer updates per step. clips: so large ones that ratios leave the clip range."""
 
     updates: int = 1
     kl_coef: float = 0.0
     temperature: float = 1.0
+    clips: bool = False
+
+    @property
+    def lr(self) -> float:
+        return 3e-3 if self.clips else 1e-3
 
 
 SETTINGS = [
@@ -64,8 +71,9 @@ SETTINGS = [
     Setting(updates=2),
     Setting(updates=2, kl_coef=0.1),
     Setting(updates=2, kl_coef=0.1, temperature=0.7),
+    Setting(updates=3, clips=True),
 ]
-LR, DECAY = 1e-3, 0.1
+DECAY = 0.1
 
 
 def recorded(seed: int = 5) -> list[list[list[Any]]]:
@@ -82,7 +90,7 @@ def recorded(seed: int = 5) -> list[list[list[Any]]]:
 
 def oracle_losses(steps: list[Any], setting: Setting, model: torch.nn.Module) -> list[float]:
     settings = oracle.Settings(
-        lr=LR,
+        lr=setting.lr,
         weight_decay=DECAY,
         kl_coef=setting.kl_coef,
         temperature=setting.temperature,
@@ -106,7 +114,7 @@ def our_config(setting: Setting) -> Config:
                 "max_response_tokens": 4,
             },
             "data": {"max_prompt_tokens": 8},
-            "train": {"tokens_per_microbatch": 24, "optim": {"lr": LR, "weight_decay": DECAY}},
+            "train": {"tokens_per_microbatch": 24, "optim": {"lr": setting.lr, "weight_decay": DECAY}},
         }
     )
 
@@ -150,7 +158,7 @@ class PlainTrainer:
 
     def __init__(self, model: torch.nn.Module, setting: Setting) -> None:
         self.model, self.temperature = model, setting.temperature
-        self.settings = oracle.Settings(lr=LR, weight_decay=DECAY)
+        self.settings = oracle.Settings(lr=setting.lr, weight_decay=DECAY)
         self.optimizer = oracle.make_optimizer(model, self.settings)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -166,6 +174,9 @@ class PlainTrainer:
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Any:
         return batch.pack().unpack(self.forward(batch))
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.model.state_dict()
 
     def loss_of_update(self, batch: Batch, learner: Learner) -> float:
         tokens = [int(mask_T.sum()) for mask_T in batch[LOSS_MASK]]
@@ -183,8 +194,10 @@ class Engine:
 
     def __init__(self, path: Path, setting: Setting, trainable: bool = True) -> None:
         config = our_config(setting)
+        model = models.load(path)
+        self.table = model.table
         self.engine = TrainEngine(
-            models.load(path),
+            model,
             config.train,
             config.train.optim if trainable else None,
             temperature=setting.temperature,
@@ -194,6 +207,9 @@ class Engine:
 
     def logprobs(self, batch: Batch) -> Any:
         return self.engine.logprobs(batch)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return dict(hf_parts(self.table, self.engine.masters().items()))
 
     def loss_of_update(self, batch: Batch, learner: Learner) -> float:
         total, count = self.engine.update(batch, learner)["actor/loss"]
@@ -206,12 +222,24 @@ def check(ours: list[float], theirs: list[float], setting: Setting) -> None:
     assert ours == pytest.approx(theirs, abs=1e-6, rel=0)
 
 
+def check_weights(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    """After the last update, whose effect no loss shows; each against how far it moved. The bias of the keys shifts all
+    scores alike, so its gradient is rounding only, which Adam blows up to its step: there they agree less.
+    """
+    start = oracle.tiny_model().state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        apart, moved = float((ours[name] - weight).norm()), float((weight - start[name]).norm())
+        assert moved > 0 and apart < (1e-2 if name.endswith("k_proj.bias") else 1e-4) * moved, (name, apart, moved)
+
+
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_our_loss_equals_the_oracle(setting: Setting) -> None:
-    steps = recorded()
-    expected = oracle_losses(steps, setting, oracle.tiny_model())
+    steps, model = recorded(), oracle.tiny_model()
+    expected = oracle_losses(steps, setting, model)
     trainer = PlainTrainer(oracle.tiny_model(), setting)
     check(our_losses(steps, setting, trainer, PlainTrainer(oracle.tiny_model(), setting)), expected, setting)
+    check_weights(trainer.weights(), model.state_dict())
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
@@ -220,8 +248,34 @@ def test_our_engine_and_loss_equal_the_oracle(setting: Setting, tmp_path: Path) 
     model = oracle.tiny_model()
     model.save_pretrained(tmp_path)
     expected = oracle_losses(steps, setting, model)
-    ours = our_losses(steps, setting, Engine(tmp_path, setting), Engine(tmp_path, setting, trainable=False))
-    check(ours, expected, setting)
+    trainer = Engine(tmp_path, setting)
+    check(our_losses(steps, setting, trainer, Engine(tmp_path, setting, trainable=False)), expected, setting)
+    check_weights(trainer.weights(), model.state_dict())
+
+
+def test_one_setting_depends_on_both_bounds_of_the_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the tests above would hold with other bounds."""
+    [setting] = [setting for setting in SETTINGS if setting.clips]
+    losses, bound = oracle.token_losses, {"low": 0, "high": 0}
+
+    def counted(now_S: Tensor, old_S: Tensor, ref_S: Tensor | None, advantage: float, settings: Any) -> Tensor:
+        ratio_S = (now_S - old_S).exp()
+        bound["low"] += int((ratio_S < 1 - settings.clip_low).sum()) if advantage < 0 else 0
+        bound["high"] += int((ratio_S > 1 + settings.clip_high).sum()) if advantage > 0 else 0
+        return losses(now_S, old_S, ref_S, advantage, settings)
+
+    monkeypatch.setattr(oracle, "token_losses", counted)
+    oracle_losses(recorded(), setting, oracle.tiny_model())
+    assert min(bound.values()) > 3, bound
+
+
+def test_the_oracle_samples_at_its_temperature_and_takes_a_group_of_one() -> None:
+    model = oracle.tiny_model()
+    torch.manual_seed(0)
+    for sample in oracle.sample_group(model, [3, oracle.START], 4, 4, oracle.STOP, temperature=0.7):
+        expected = oracle.logprobs(model, sample, 0.7)
+        assert sample.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+    assert oracle.advantages([1.0]) == [0.0]
 
 
 def test_the_oracle_imports_nothing_of_ours() -> None:

@@ -210,9 +210,12 @@ def test_state_of_the_adaptive_coefficient() -> None:
     keys = {"kl": {"coef": 0.1, "where": "reward", "target": 0.5}}
     made, again = algorithm("ppo", keys), algorithm("ppo", keys)
     assert isinstance(made, PolicyAlgorithm) and isinstance(again, PolicyAlgorithm)
-    made.controller.update(2.0, samples=100)
+    made.controller.update(2.0, range(100))
     again.load_state_dict(made.state_dict())
     assert again.controller.coef == made.controller.coef != 0.1
+    assert again.controller.update(2.0, range(100)) == 0.1  # the same rows once more
+    again.load_state_dict({"kl_coef": 0.3})  # as written by earlier versions
+    assert again.controller.coef == 0.3
     with pytest.raises(CheckpointError):
         again.load_state_dict({})
     algorithm("sft").load_state_dict(algorithm("sft").state_dict())

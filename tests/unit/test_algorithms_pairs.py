@@ -23,6 +23,7 @@ from docklands.core.fields import (
     REF_LOGPROBS,
     REWARD,
     SAMPLE_INDEX,
+    SHAPED_REWARD,
     TOKEN_ADVANTAGES,
     TOKEN_IDS,
 )
@@ -73,7 +74,9 @@ def test_dpo_has_the_gradient_and_the_loss_of_its_definition() -> None:
     found = []
     for half in (whole.select(range(3)), whole.select(range(3, rows))):  # a pair's samples in two micro-batches
         leaf = half[OLD_LOGPROBS].values.nan_to_num(0.0).clone().requires_grad_()
-        made.loss(half.pack(), ModelOutput(logprobs_T=leaf), denominators).loss.backward()
+        told = made.loss(half.pack(), ModelOutput(logprobs_T=leaf), denominators)
+        told.loss.backward()
+        assert set(told.metrics) == {"dpo/nll"}  # of given responses: no entropy
         assert leaf.grad is not None
         found.append(leaf.grad)
     assert torch.allclose(torch.cat(found), expected, atol=1e-7)
@@ -119,6 +122,7 @@ def test_graphs() -> None:
     assert [s.name for s in plain.stages] == ["rollout", "old_logprobs", "ref_logprobs", "advantage", "update"]
     measured = config("distill", reference={"path": "t"}, reward={"functions": [{"name": "exact_match"}]})
     made = build_algorithm(measured)
+    assert SHAPED_REWARD in made.graph()["advantage"].writes and SHAPED_REWARD not in plain["advantage"].writes
     assert "reward" in [s.name for s in made.graph().stages] and REWARD in made.graph()["advantage"].reads
 
 

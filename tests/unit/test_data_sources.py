@@ -240,3 +240,13 @@ def test_whole_surrogate_pairs_are_text(tmp_path: Path) -> None:
 def test_a_response_that_cannot_be_tokenised_is_named() -> None:
     with pytest.raises(DataError, match="prompt 7: character 'x' at position 1"):
         render_response({"response": "1x"}, CharTokenizer("0123456789="), "prompt 7")
+
+
+@pytest.mark.parametrize("key", ["response", "chosen", "rejected"])
+def test_a_response_without_a_turn_of_the_model_is_refused(key: str) -> None:
+    tokenizer, turn = CharTokenizer("0123456789="), {"role": "user", "content": "12"}
+    with pytest.raises(DataError, match=f"prompt 7: '{key}' has no assistant turn") as caught:
+        render_response({key: [turn]}, tokenizer, "prompt 7", key)
+    assert "its turns are of: user;" in caught.value.hint
+    ids, mask = render_response({key: [turn, {"role": "assistant", "content": "3"}]}, tokenizer, "prompt 7", key)
+    assert sum(mask) == 2 < len(ids)

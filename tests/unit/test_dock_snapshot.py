@@ -204,3 +204,39 @@ def test_threads_fetch_and_put_while_others_look_in():
         return dock.stats()["dock/bytes"]
 
     assert run(main()) == 0
+
+
+async def all_but_group_1(dock: Dock) -> None:
+    """Every stage before the update as far as it goes; group 1 stays without an advantage."""
+    for of in dock.graph.upstream_of("update"):
+        while dock.stats()[f"dock/{of.name}/ready"]:
+            rows = await asyncio.wait_for(dock.take(of, groups=1), 10)
+            if of is not ADVANTAGE_STAGE or 1 not in rows.group_ids:
+                await work(dock, of, rows)
+
+
+def test_a_restored_dock_knows_who_was_overtaken() -> None:
+    """overtake 1: group 1 has been overtaken once before the snapshot, so it is the next or nobody is."""
+    windowed = options(1, max_staleness=2, overtake=1, groups_per_take=1, deterministic=False)
+
+    async def main() -> None:
+        dock = Dock(PLAIN, windowed)
+        await dock.admit(group(0))
+        await dock.admit(group(1))
+        for following in (2, 3):
+            await all_but_group_1(dock)
+            await dock.retire(await asyncio.wait_for(dock.take(UPDATE), 10))
+            await dock.admit(group(following))
+        fresh, restored = Dock(PLAIN, windowed), Dock(PLAIN, windowed)
+        state = dock.state_dict()
+        restored.load_state_dict(state)
+        for controller in state["controllers"].values():
+            del controller["overtaken"]
+        fresh.load_state_dict(state)  # a snapshot of before: it shows that somebody is there to overtake
+        found = []
+        for one in (fresh, restored):
+            await all_but_group_1(one)
+            found.append(one._control.controller("update").can_take(1, False))
+        assert found == [True, False]
+
+    run(main())

@@ -118,12 +118,45 @@ def test_the_value_is_finite_for_a_token_that_the_policy_lost() -> None:
 def test_controller_moves_towards_its_target() -> None:
     """Twice the target: error held at 0.2, over 100 of 1000 samples -> x 1.02; at the target it stays."""
     controller = KLController(0.1, target=0.5, horizon=1000)
-    controller.update(1.0, samples=100)
+    assert controller.update(1.0, range(100)) == 0.1
     assert controller.coef == pytest.approx(0.102)
-    controller.update(0.5, samples=100)
+    assert controller.update(0.5, range(100, 200)) == pytest.approx(0.102)
     assert controller.coef == pytest.approx(0.102)
-    controller.update(0.0, samples=100)
+    controller.update(0.0, range(200, 300))
     assert controller.coef == pytest.approx(0.102 * 0.98)
     fixed = KLController(0.1)
-    fixed.update(9.0, samples=100)
-    assert fixed.coef == 0.1
+    assert fixed.update(9.0, range(100)) == fixed.coef == 0.1
+
+
+def test_rows_that_are_measured_again_move_the_coefficient_once() -> None:
+    """Interrupted, or lost: a step starts from the coefficient that it had, also behind a later one."""
+
+    def controller(*steps: tuple[float, range]) -> KLController:
+        made = KLController(0.1, target=0.5, horizon=1000, keep=2)
+        for kl, rows in steps:
+            made.update(kl, rows)
+        return made
+
+    first, second, third = range(100), range(100, 200), range(200, 300)
+    again = controller((1.0, first))
+    assert again.update(1.0, first) == 0.1 and again.coef == controller((1.0, first)).coef == 0.1 * 1.02
+    again.update(0.0, second)
+    once = controller((1.0, first), (0.0, second))
+    assert again.coef == once.coef
+    assert again.update(0.55, range(50)) == 0.1  # a part of the first step, made anew, after the second was measured
+    assert again.coef == controller((0.55, range(50)), (0.0, second)).coef != once.coef
+    assert again.update(0.5, third) == again.coef
+    resumed = controller()
+    resumed.load_state_dict(again.state_dict())
+    assert resumed.coef == again.coef
+    for one in (again, resumed):
+        before = one.update(1.0, third)
+        assert before == controller((0.55, range(50)), (0.0, second)).coef
+        assert one.coef == pytest.approx(before * 1.02)
+
+
+def test_the_controller_keeps_no_more_than_may_come_again() -> None:
+    controller = KLController(0.1, target=0.5, keep=2)
+    for step in range(50):
+        controller.update(1.0, range(10 * step, 10 * step + 10))
+    assert len(controller.state_dict()["kl_moves"]) == 2

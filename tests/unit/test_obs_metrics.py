@@ -177,6 +177,13 @@ def test_declaring() -> None:
         catalog.declare(Metric("a/b", "s", "mean", "second"))
 
 
+def test_what_the_stages_count_says_so() -> None:
+    """Of an asynchronous step it is the work on other samples than the trained ones."""
+    counted = ("reward/", "env/", "dynamic_sampling/", "rollout/")
+    assert all("since the last step" in metric.doc for metric in CATALOG if metric.name.startswith(counted))
+    assert "since the last step" not in find("critic/rewards/mean").doc
+
+
 def test_reference_page_has_every_metric() -> None:
     page = render_metrics_markdown()
     assert all(f"`{metric.name}` | {metric.unit} |" in page.replace("*", "") for metric in CATALOG)

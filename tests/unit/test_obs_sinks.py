@@ -63,7 +63,12 @@ def test_equal_runs_are_byte_equal_apart_from_times(tmp_path: Path) -> None:
     lines = []
     for run, seconds in (("a", 1.5), ("b", 2.5)):
         sink = JsonlSink(tmp_path / f"{run}.jsonl")
-        clocks = {"timing_s/gen": seconds, "perf/throughput": 9 / seconds, "memory/rss_mib": seconds * 7}
+        clocks = {
+            "timing_s/gen": seconds,
+            "perf/throughput": 9 / seconds,
+            "memory/rss_mib": seconds * 7,
+            "dock/bytes": seconds,
+        }
         sink.write(1, {**clocks, "rollout/decode_tokens": 12.0, "actor/pg_loss": 0.25})
         sink.close()
         lines.append((tmp_path / f"{run}.jsonl").read_text())

@@ -231,8 +231,13 @@ def test_the_cache_is_sized_for_the_largest_batch() -> None:
 
 
 def test_pitfall_34_skewed_lengths_share_the_queue() -> None:
-    """32 groups, one 20 times as long, 4 engines that serve one group at a time: makespan near the lower bound."""
-    worst = 0.0
+    """32 groups, one 20 times as long wherever it stands, 4 engines that serve one group at a time.
+
+    Within 15 % of the least that any schedule can reach which begins the groups in their order: it cannot know where
+    the long one is. That is not the least of all, which would begin with the long one: against it, it is within 40 %
+    (Graham's bound for list schedules is 2 - 1/4).
+    """
+    in_order, of_all = 0.0, 0.0
     for position in range(32):
         cost = [20.0 if i == position else 1.0 for i in range(32)]
         requests = [Request((2 + i,), Sampling(1), 0, i) for i in range(32)]
@@ -243,10 +248,10 @@ def test_pitfall_34_skewed_lengths_share_the_queue() -> None:
             if not backlog[engine]:
                 break
             clocks[engine] += cost[backlog[engine].pop()]
-        bound = max(20.0, sum(cost) / 4)
-        late = max(20.0 + sum(cost[:position]) / 4, bound)  # a list schedule cannot know where the long one is
-        worst = max(worst, max(clocks) / late)
-    assert worst <= 1.15
+        least = max(20.0, sum(cost) / 4)
+        least_in_order = max(20.0 + sum(cost[:position]) / 4, least)
+        in_order, of_all = max(in_order, max(clocks) / least_in_order), max(of_all, max(clocks) / least)
+    assert in_order <= 1.15 and of_all <= 1.4, (in_order, of_all)
 
 
 def test_the_queue_hands_every_sample_out_once() -> None:

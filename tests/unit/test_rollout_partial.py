@@ -134,6 +134,35 @@ def test_what_waits_survives_a_checkpoint() -> None:
         assert torch.equal(sample[TOKEN_IDS.name], whole[row][TOKEN_IDS.name])
 
 
+def test_a_checkpoint_does_not_move_with_the_next_visit() -> None:
+    """Its file is written later, beside a visit: it holds what the last visit left, also of samples under way."""
+    batch = rows(5, 3)
+    whole, _ = visits(worker(), batch)
+    first = worker(partial_tokens=6)
+    left = batch.by_id(np.array(first.rollout(batch).later))
+    engine, states = first._engines[0], [first.state_dict()]
+    decode = engine._decode
+
+    def seen(scheduler: Any) -> Any:
+        if len(states) < 3:
+            states.append(first.state_dict())
+        return decode(scheduler)
+
+    engine._decode = seen  # type: ignore[method-assign]
+    first.rollout(left)
+    assert len(states) == 3
+    for state in states:
+        assert sorted(state["rows"]) == left.row_ids.tolist()
+        assert max(len(e["tokens"]) - e["prompt_length"] for e in state["episodes"]) == 6
+        second = worker(partial_tokens=6)
+        second.load_state_dict(state)
+        rest, _ = visits(second, left)
+        for row, sample in rest.items():
+            assert torch.equal(sample[TOKEN_IDS.name], whole[row][TOKEN_IDS.name]), row
+    rest, _ = visits(first, left)  # the rest goes on as ever
+    assert all(torch.equal(rest[row][TOKEN_IDS.name], whole[row][TOKEN_IDS.name]) for row in rest)
+
+
 def test_a_group_that_an_abort_cuts_goes_on_and_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     """More samples than run at once: some are paused, some cut, some not begun. Through a checkpoint's file."""
     batch = rows(1, 8)

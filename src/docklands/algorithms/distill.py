@@ -8,9 +8,9 @@ from docklands.algorithms import stages
 from docklands.algorithms.base import ALGORITHMS
 from docklands.algorithms.check import CLIP
 from docklands.algorithms.functional import TokenLoss, ppo_clip, select
-from docklands.algorithms.policy import PolicyAlgorithm, PolicyInputs, reward_metrics
+from docklands.algorithms.policy import PolicyAlgorithm, PolicyInputs
 from docklands.core.batch import Batch
-from docklands.core.fields import LOSS_MASK, REF_LOGPROBS, REWARD, TOKEN_ADVANTAGES, Field
+from docklands.core.fields import LOSS_MASK, REF_LOGPROBS, REWARD, SHAPED_REWARD, TOKEN_ADVANTAGES, Field
 from docklands.core.graph import Graph
 from docklands.core.stage import Result
 from docklands.errors import ConfigError
@@ -26,7 +26,7 @@ class Distill(PolicyAlgorithm):
     loss       PPO's clipped objective
 
     Every token is paid for itself alone (no future credit), so the signal is dense. Rewards, when the config has
-    some, are measured and not trained on.
+    some, are measured and not trained on; yet a sample whose reward fails is dropped and not trained on either.
     """
 
     reads: ClassVar[frozenset[str]] = CLIP | {"old_logprobs", "aggregation", "entropy_coef", "correction"}
@@ -60,8 +60,10 @@ class Distill(PolicyAlgorithm):
         chain = [stages.ROLLOUT, *([stages.REWARDS] if self.config.reward.functions else [])]
         chain += [stages.old_logprobs(())] if self.old == "recompute" else []
         chain.append(stages.ref_logprobs(()))
-        reads = (LOSS_MASK, self.old_field, REF_LOGPROBS, *([REWARD] if self.config.reward.functions else []))
-        chain.append(stages.advantage(reads, (TOKEN_ADVANTAGES,), "group"))
+        scored = bool(self.config.reward.functions)
+        reads = (LOSS_MASK, self.old_field, REF_LOGPROBS, *([REWARD] if scored else []))
+        writes = (TOKEN_ADVANTAGES, *([SHAPED_REWARD] if scored else []))
+        chain.append(stages.advantage(reads, writes, "group"))
         learners = self.learners()
         return Graph((*chain, stages.update(learners)), learners)
 
@@ -69,9 +71,10 @@ class Distill(PolicyAlgorithm):
         mask_T = batch[LOSS_MASK].values
         gap_T = select(batch[REF_LOGPROBS].values, mask_T) - select(batch[self.old_field].values, mask_T)
         metrics = {"distill/reverse_kl": (float(-gap_T.double().sum()), float(mask_T.sum()))}
+        columns = {TOKEN_ADVANTAGES: batch.pack().unpack(gap_T)}
         if REWARD in batch:
-            metrics |= reward_metrics(batch[REWARD].double())
-        return Result(Batch(batch.row_ids, {TOKEN_ADVANTAGES: batch.pack().unpack(gap_T)}), metrics=metrics)
+            columns[SHAPED_REWARD] = batch[REWARD]
+        return Result(Batch(batch.row_ids, columns), metrics=metrics)
 
     def policy_loss(self, x: PolicyInputs) -> TokenLoss:
         return ppo_clip(x.ratio_T, x.advantage_T, self.clip)

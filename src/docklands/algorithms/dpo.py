@@ -92,7 +92,7 @@ class DPO(Algorithm):
         advantage_T = select(packed.per_token(ADVANTAGE).to(logprobs_T.device), mask_T)
         value_T = 2.0 * reinforce(select(logprobs_T, mask_T), advantage_T).loss_T
         total = aggregate(value_T, packed, mask_T, "sequence_sum", denominators)
-        return LossResult(total.loss, {"actor/entropy": token_pair(-logprobs_T, mask_T)})
+        return LossResult(total.loss, {"dpo/nll": token_pair(-logprobs_T, mask_T)})
 
 
 def _of_pairs(value_B: Tensor, group_B: Tensor) -> Tensor:

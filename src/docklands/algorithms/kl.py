@@ -24,7 +24,8 @@ As everywhere in this field the sum runs over per-token terms: a token's effect 
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -53,17 +54,53 @@ def kl_loss(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: Estimator) ->
 class KLController:
     """The coefficient: fixed, or steered towards a target KL (Ziegler et al. 2019, arXiv 1909.08593).
 
+    A stage may get rows again: it was interrupted, or a warehouse was lost. So the moves of the newest steps are kept
+    with their rows, and a step that is measured again starts from the same coefficient and moves it once.
+
     target   nats per trained token that the penalty should hold; 0: the coefficient stays as it is
     horizon  samples over which the coefficient may change by its own size
+    keep     steps that may be measured again: as many as can be in flight
     """
 
-    def __init__(self, coef: float, target: float = 0.0, horizon: int = 10000) -> None:
-        self.coef = coef
+    def __init__(self, coef: float, target: float = 0.0, horizon: int = 10000, keep: int = 1) -> None:
         self.target = target
         self.horizon = horizon
+        self.keep = keep
+        self._settled = coef  # before the moves
+        self._moves: list[tuple[frozenset[int], float]] = []  # rows of a step -> factor, in order
 
-    def update(self, kl: float, samples: int) -> None:
-        """`kl`: mean nats per token just measured over `samples`. The proportional error is held within 0.2."""
+    @property
+    def coef(self) -> float:
+        """The coefficient after all moves."""
+        coef = self._settled
+        for _, factor in self._moves:
+            coef *= factor
+        return coef
+
+    def update(self, kl: float, row_ids: Sequence[int]) -> float:
+        """Of a step's rows: the mean nats per token just measured -> the coefficient of their own penalty.
+
+        It moves for the next step; the proportional error is held within 0.2.
+        """
+        rows = frozenset(row_ids)
+        again = [i for i, (others, _) in enumerate(self._moves) if not rows.isdisjoint(others)]
+        place = again[0] if again else len(self._moves)
+        later = [move for i, move in enumerate(self._moves) if i > place and i not in again]
+        self._moves = self._moves[:place]
+        coef = self.coef
         if self.target:
             error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-            self.coef *= 1.0 + error * samples / self.horizon
+            self._moves += [(rows, 1.0 + error * len(rows) / self.horizon), *later]
+        while len(self._moves) > self.keep:
+            self._settled *= self._moves.pop(0)[1]
+        return coef
+
+    def state_dict(self) -> dict[str, Any]:
+        """The coefficient before the moves, and the moves."""
+        return {"kl_coef": self._settled, "kl_moves": [(sorted(rows), factor) for rows, factor in self._moves]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """A fixed coefficient stays as it is; an adaptive one continues where it stood."""
+        if self.target:
+            self._settled = float(state["kl_coef"])
+            self._moves = [(frozenset(rows), float(factor)) for rows, factor in state.get("kl_moves", [])]

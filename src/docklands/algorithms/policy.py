@@ -42,6 +42,7 @@ from docklands.core.fields import (
     REF_LOGPROBS,
     REWARD,
     ROLLOUT_LOGPROBS,
+    SHAPED_REWARD,
     Field,
 )
 from docklands.core.graph import Graph
@@ -84,6 +85,8 @@ class PolicyInputs:
 class PolicyAlgorithm(Algorithm):
     """A policy gradient on sampled, scored responses. A subclass writes `advantage` and `policy_loss`.
 
+    Its `advantage` writes the column of `advantage_field`, and SHAPED_REWARD: what the sample earned.
+
     advantage_field  the column that its loss reads: ADVANTAGE per sample, TOKEN_ADVANTAGES per token
     by               how the advantage stage takes rows: whole groups, or whole steps for batch statistics
     """
@@ -97,7 +100,7 @@ class PolicyAlgorithm(Algorithm):
         kl = self.section.kl
         self.clip = ClipRange(self.pick("clip_low"), self.pick("clip_high"), self.section.dual_clip)
         self.filters: bool = self.pick("filter_groups")
-        self.controller = KLController(kl.coef, kl.target, kl.horizon)
+        self.controller = KLController(kl.coef, kl.target, kl.horizon, config.dock.max_staleness + 1)
         self.kl_in_loss = kl.coef > 0 and kl.where == "loss"
         self.kl_in_reward = kl.coef > 0 and kl.where == "reward"
         self.old = self._resolve_old()
@@ -139,7 +142,7 @@ class PolicyAlgorithm(Algorithm):
         return (*reads, self.old_field, REF_LOGPROBS) if self.kl_in_reward else reads
 
     def advantage_writes(self) -> tuple[Field[Any], ...]:
-        return (self.advantage_field,)
+        return self.advantage_field, SHAPED_REWARD
 
     def learners(self) -> tuple[Learner, ...]:
         """Who is trained: the actor."""
@@ -193,13 +196,12 @@ class PolicyAlgorithm(Algorithm):
         return reward_B
 
     def kl_penalty(self, batch: Batch) -> tuple[Tensor, SumCount]:
-        """Coefficient times KL(pi_old || pi_ref) per token, float64 [T]; moves the coefficient for the next call."""
+        """Coefficient times KL(pi_old || pi_ref) per token, float64 [T]; moves the coefficient for the next step."""
         mask_T = batch[LOSS_MASK].values
         old_T, ref_T = (select(batch[f].values, mask_T) for f in (self.old_field, REF_LOGPROBS))
         kl_T = kl_value(old_T.double(), ref_T.double(), self.section.kl.estimator)
-        total, count, coef = float(kl_T.sum()), float(mask_T.sum()), self.controller.coef
-        if count:
-            self.controller.update(total / count, len(batch))
+        total, count = float(kl_T.sum()), float(mask_T.sum())
+        coef = self.controller.update(total / count if count else self.controller.target, batch.row_ids.tolist())
         return coef * kl_T, {"actor/kl_reward": (total, count), "actor/kl_coef": (coef, 1.0)}
 
     def sample_rewards(self, batch: Batch) -> tuple[Tensor, SumCount]:
@@ -209,17 +211,19 @@ class PolicyAlgorithm(Algorithm):
         if self.kl_in_reward:
             penalty_T, metrics = self.kl_penalty(batch)
             reward_B = reward_B - per_sample_sum(batch.pack(), penalty_T, batch[LOSS_MASK].values)
-        return reward_B, {**metrics, **reward_metrics(reward_B)}
+        return reward_B, metrics
 
-    def token_rewards(self, batch: Batch) -> tuple[Tensor, SumCount]:
-        """The same token by token: the penalty where it arises, the reward on the last trained token, float64 [T]."""
+    def token_rewards(self, batch: Batch) -> tuple[Tensor, Tensor, SumCount]:
+        """The same token by token, the penalty where it arises, the reward on the last trained token: float64 [T]; and
+        per sample: float64 [B].
+        """
         mask_T, reward_B = batch[LOSS_MASK].values, self.shaped_rewards(batch)
         reward_T = terminal_rewards(batch.pack(), reward_B, mask_T)
         if not self.kl_in_reward:
-            return reward_T, reward_metrics(reward_B)
+            return reward_T, reward_B, {}
         penalty_T, metrics = self.kl_penalty(batch)
         earned_B = reward_B - per_sample_sum(batch.pack(), penalty_T, mask_T)
-        return reward_T - penalty_T, {**metrics, **reward_metrics(earned_B)}
+        return reward_T - penalty_T, earned_B, metrics
 
     # --- the loss ------------------------------------------------------------------------------------------------
 
@@ -280,15 +284,14 @@ class PolicyAlgorithm(Algorithm):
     # --- resuming ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kl_coef": self.controller.coef}
+        return self.controller.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """A fixed coefficient stays the config's; an adaptive one continues where it stood."""
-        if set(state) != {"kl_coef"}:
+        if set(state) - {"kl_moves"} != {"kl_coef"}:
             found = ", ".join(sorted(state)) or "none"
             raise CheckpointError(f"algorithm {self.name!r} expects the state kl_coef, the checkpoint has {found}")
-        if self.controller.target:
-            self.controller.coef = float(state["kl_coef"])
+        self.controller.load_state_dict(state)
 
 
 class GroupAlgorithm(PolicyAlgorithm):
@@ -306,18 +309,8 @@ class GroupAlgorithm(PolicyAlgorithm):
             normalize_std=self.pick("normalize_std"),
             leave_one_out=self.leave_one_out,
         )
-        return Result(Batch(batch.row_ids, {ADVANTAGE: advantage_B}), metrics=metrics)
-
-
-def reward_metrics(reward_B: Tensor) -> SumCount:
-    """critic/rewards: what the samples earned, penalties included."""
-    if not len(reward_B):
-        return {}
-    return {
-        "critic/rewards/mean": (float(reward_B.sum()), float(len(reward_B))),
-        "critic/rewards/max": (float(reward_B.max()), 1.0),
-        "critic/rewards/min": (float(reward_B.min()), 1.0),
-    }
+        columns = {ADVANTAGE: advantage_B, SHAPED_REWARD: reward_B.float()}
+        return Result(Batch(batch.row_ids, columns), metrics=metrics)
 
 
 def required(value_T: Tensor | None, name: str) -> Tensor:

@@ -11,7 +11,7 @@ from docklands.algorithms.check import CLIP, POLICY
 from docklands.algorithms.functional import TokenLoss, aggregate, ppo_clip, select, token_pair, value_clip_loss
 from docklands.algorithms.policy import PolicyAlgorithm, PolicyInputs, required
 from docklands.core.batch import Batch, Packed
-from docklands.core.fields import LOSS_MASK, RETURNS, TOKEN_ADVANTAGES, VALUES, Field
+from docklands.core.fields import LOSS_MASK, RETURNS, SHAPED_REWARD, TOKEN_ADVANTAGES, VALUES, Field
 from docklands.core.loss import Denominators, LossResult, ModelOutput
 from docklands.core.stage import By, Learner, Result
 from docklands.errors import ConfigError
@@ -45,14 +45,14 @@ class PPO(PolicyAlgorithm):
         return tuple(dict.fromkeys([*super().advantage_reads(), LOSS_MASK, VALUES]))
 
     def advantage_writes(self) -> tuple[Field, ...]:
-        return TOKEN_ADVANTAGES, RETURNS
+        return *super().advantage_writes(), RETURNS
 
     def learners(self) -> tuple[Learner, ...]:
         return *super().learners(), Learner("critic", "critic", (*stages.FORWARD, VALUES, RETURNS), self.value_loss)
 
     def advantage(self, batch: Batch) -> Result:
         packed, mask_T, value_T = batch.pack(), batch[LOSS_MASK].values, batch[VALUES].values
-        reward_T, metrics = self.token_rewards(batch)
+        reward_T, earned_B, metrics = self.token_rewards(batch)
         advantage_T, return_T = gae(packed, reward_T, value_T, mask_T, gamma=self.section.gamma, lam=self.section.lam)
         explained = explained_variance(value_T, return_T, mask_T)
         if explained is not None:
@@ -60,6 +60,7 @@ class PPO(PolicyAlgorithm):
         columns = {
             TOKEN_ADVANTAGES: packed.unpack(whiten(advantage_T, mask_T)),
             RETURNS: packed.unpack(return_T),
+            SHAPED_REWARD: earned_B.float(),
         }
         return Result(Batch(batch.row_ids, columns), metrics=metrics)
 

@@ -10,7 +10,7 @@ from docklands.algorithms.check import CLIP, POLICY
 from docklands.algorithms.functional import TokenLoss, ppo_clip
 from docklands.algorithms.policy import PolicyAlgorithm, PolicyInputs
 from docklands.core.batch import Batch
-from docklands.core.fields import LOSS_MASK, TOKEN_ADVANTAGES, Field
+from docklands.core.fields import LOSS_MASK, SHAPED_REWARD, TOKEN_ADVANTAGES, Field
 from docklands.core.stage import By, Result
 
 
@@ -34,9 +34,9 @@ class ReinforcePP(PolicyAlgorithm):
 
     def advantage(self, batch: Batch) -> Result:
         packed, mask_T = batch.pack(), batch[LOSS_MASK].values
-        reward_T, metrics = self.token_rewards(batch)
+        reward_T, earned_B, metrics = self.token_rewards(batch)
         return_T = discounted_returns(packed, reward_T, mask_T, self.section.gamma)
-        columns = {TOKEN_ADVANTAGES: packed.unpack(whiten(return_T, mask_T))}
+        columns = {TOKEN_ADVANTAGES: packed.unpack(whiten(return_T, mask_T)), SHAPED_REWARD: earned_B.float()}
         return Result(Batch(batch.row_ids, columns), metrics=metrics)
 
     def policy_loss(self, x: PolicyInputs) -> TokenLoss:

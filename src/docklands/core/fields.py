@@ -99,6 +99,9 @@ REWARD_INFO = Field("reward_info", "json", (), "components and outcome of the re
 OLD_LOGPROBS = Field("old_logprobs", "float32", ("T",), "pi_old: the trainer's log-probs before the update")
 REF_LOGPROBS = Field("ref_logprobs", "float32", ("T",), "pi_ref: the frozen reference's log-probs")
 VALUES = Field("values", "float32", ("T",), "critic's value before token t is sampled")
+SHAPED_REWARD = Field(
+    "shaped_reward", "float32", (), "reward as trained on: after overlong penalty and KL in the reward"
+)
 ADVANTAGE = Field("advantage", "float32", (), "outcome advantage of the sample, the same for its tokens")
 TOKEN_ADVANTAGES = Field("token_advantages", "float32", ("T",), "advantage per token (GAE)")
 RETURNS = Field("returns", "float32", ("T",), "value target per token")

@@ -131,7 +131,7 @@ def render_response(
     """(token ids, loss mask) of a given response, each model turn closed by the end-of-sequence id.
 
     What stands under `key` is text, or a list of turns {"role", "content"}: assistant turns are trained on, the others
-    are observations and are masked.
+    are observations and are masked. Raises DataError when there is no assistant turn: nothing would be trained.
     """
     response = row.get(key)
     turns = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
@@ -149,4 +149,10 @@ def render_response(
                 new = tokenizer.render_observation(turn["content"], turn["role"])
         ids += new
         mask += [turn["role"] == "assistant"] * len(new)
+    if not any(mask):
+        roles = ", ".join(dict.fromkeys(str(turn["role"]) for turn in turns))
+        raise DataError(
+            f"{where}: {key!r} has no assistant turn, so nothing of it is trained",
+            f"its turns are of: {roles}; what the model should say has the role 'assistant'",
+        )
     return ids, mask

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 ROLE, SYNC = "rollout", "sync"
 ABORT_S = 60.0
 """How long a rollout is told to end."""
+AGAIN_S = 0.05
+"""How long rows that are turned away are held, so that they are not asked for again all the time."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ class GenerationShard:
 
             def play() -> Result:
                 if self._stop.is_set():
-                    return Result(later=batch.row_ids.tolist())
+                    return self._turn_away(batch)
                 value = stage.run(self.worker, batch)
                 return as_result(asyncio.run(value) if inspect.iscoroutine(value) else value, batch, stage)
 
@@ -219,7 +221,7 @@ class GenerationShard:
         error, turned_away = None, []
         try:
             if self.live is not None and self._stop.is_set():
-                turned_away = batch.row_ids.tolist()
+                turned_away = list(self._turn_away(batch).later)
             elif self.live is not None:
                 requests = self.live.begin(batch)
             self.engine.visit(self.queue, requests)
@@ -235,6 +237,11 @@ class GenerationShard:
             return None
         result = self.live.ended()
         return replace(result, later=[*result.later, *turned_away])
+
+    def _turn_away(self, batch: Batch) -> Result:
+        """Rows after an abort. They are asked for again until the step that is in its updates is done: not too often."""
+        time.sleep(AGAIN_S)
+        return Result(later=batch.row_ids.tolist())
 
     def nudge(self) -> None:
         """More rows wait for this replica; called beside a visit."""

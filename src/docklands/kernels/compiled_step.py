@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from docklands.kernels.compiled_decode import Pages, workers
+from docklands.kernels.first_call import alone_at_first
 from docklands.kernels.packed_linear import Product
 
 PARALLEL_FROM = 1 << 21
@@ -91,7 +92,8 @@ class TiledLinear(Product):
         def some(part: int, parts: int) -> None:
             linear((part, parts), x, weight, self._bias, out)
 
-        _together_run(some, len(x_TI) * self.weight.numel())
+        with alone_at_first(("linear", x.dtype)):
+            _together_run(some, len(x_TI) * self.weight.numel())
         return out_TO
 
     def bias(self) -> np.ndarray:
@@ -145,7 +147,8 @@ def decode(layers: Layers, x_RD: Tensor, pages: Pages, pools: tuple[Tensor, Tens
     tables = pages.prompt, pages.own, pages.prompt_tokens, pages.own_tokens
     state, run = np.zeros(24, np.int64), _loops()[0].decode  # see compiled_team.STATE
     work = rows * len(pointers) * (qkv[0] * inner + o[0] * o[1] + gate_up[0] * inner * 3 // 2)
-    _together_run(lambda part, parts: run((part, parts, state), model, buffers, tables), work)
+    with alone_at_first(("decode", pool[0].dtype)):
+        _together_run(lambda part, parts: run((part, parts, state), model, buffers, tables), work)
     return normed_RD
 
 
@@ -161,5 +164,6 @@ def draw(logits_RV: Tensor, temperature_R: np.ndarray, uniform_R: np.ndarray) ->
     def some(part: int, parts: int) -> None:
         loop(logits, how, out, rows * part // parts, rows * (part + 1) // parts)
 
-    _together_run(some, 16 * rows * logits.shape[1])
+    with alone_at_first(("draw", logits.dtype)):
+        _together_run(some, 16 * rows * logits.shape[1])
     return out

@@ -27,7 +27,7 @@ class Metric:
     name       the key in metrics.jsonl; `{parameter}` parts make it a family (`timing_s/{stage}`)
     unit       "1" dimensionless, "fraction" 0..1, "nats", "tokens", "samples", "s", "B", "MiB", ...
     reduction  how measurements of one step combine
-    volatile   it measures time or memory, so two equal runs differ in it
+    volatile   it measures time or memory, or tells of one moment of the flow, so two equal runs differ in it
     """
 
     name: str

@@ -45,8 +45,10 @@ ACTOR = [
     *learner("actor"),
     Metric("actor/pg_loss", "1", "mean", "policy-gradient term of the loss"),
     Metric("actor/kl_loss", "nats", "mean", "KL(pi || pi_ref) as estimated in the loss, before its coefficient"),
-    Metric("actor/kl_reward", "nats", "mean", "KL to the reference subtracted from rewards, per token"),
-    Metric("actor/kl_coef", "1", "last", "KL coefficient (moves under an adaptive controller)"),
+    Metric(
+        "actor/kl_reward", "nats", "mean", "KL to the reference subtracted from rewards, per token, since the last step"
+    ),
+    Metric("actor/kl_coef", "1", "last", "KL coefficient (moves under an adaptive controller), since the last step"),
     Metric(
         "actor/entropy",
         "nats",
@@ -63,19 +65,30 @@ ACTOR = [
     Metric("dpo/accuracy", "fraction", "mean", "pairs whose chosen response has the higher implicit reward"),
     Metric("dpo/chosen_reward", "nats", "mean", "implicit reward of the chosen response: beta log (pi / pi_ref)"),
     Metric("dpo/rejected_reward", "nats", "mean", "implicit reward of the rejected response"),
-    Metric("distill/reverse_kl", "nats", "mean", "KL(student || teacher) per sampled token, estimator k1"),
+    Metric("dpo/nll", "nats", "mean", "negative log-likelihood per token of the given responses, chosen and rejected"),
+    Metric(
+        "distill/reverse_kl",
+        "nats",
+        "mean",
+        "KL(student || teacher) per sampled token, estimator k1, since the last step",
+    ),
 ]
 
 CRITIC = [
     *learner("critic"),
     *spread("critic/score", "1", "task reward of a sample, before any penalty"),
-    *spread("critic/rewards", "1", "what a sample earned as trained on: after overlong penalty and KL in the reward"),
-    *spread("critic/advantages", "1", "advantage per trained token"),
+    *spread("critic/rewards", "1", "reward of a sample as trained on: after overlong penalty and KL in the reward"),
+    *spread("critic/advantages", "1", "advantage of a sample; of a trained token where each has its own"),
     *spread("critic/returns", "1", "value target per trained token"),
     *spread("critic/values", "1", "critic's value per trained token"),
     Metric("critic/vf_loss", "1", "mean", "value loss per trained token"),
     Metric("critic/vf_clipfrac", "fraction", "mean", "trained tokens whose value was clipped"),
-    Metric("critic/vf_explained_var", "1", "mean", "1 - var(returns - values) / var(returns), per update"),
+    Metric(
+        "critic/vf_explained_var",
+        "1",
+        "mean",
+        "1 - var(returns - values) / var(returns), before the updates, since the last step",
+    ),
 ]
 
 SAMPLES = [
@@ -90,21 +103,44 @@ SAMPLES = [
         "reward/{component}/mean",
         "1",
         "mean",
-        "one component of the reward, before its weight; NAME.REMARK: share of samples with a remark (cot6.worked)",
+        "one component of the reward, before its weight; NAME.REMARK: share of samples with a remark "
+        "(cot6.worked), since the last step",
     ),
-    Metric("reward/scored", "samples", "sum", "samples that got a reward"),
-    Metric("reward/errors", "samples", "sum", "samples dropped because the reward raised or gave no number"),
-    Metric("reward/timeouts", "samples", "sum", "samples dropped because the reward met its deadline"),
-    Metric("reward/error_fraction", "fraction", "mean", "samples whose reward failed (error or timeout)"),
-    Metric("env/errors", "samples", "sum", "episodes dropped because the environment failed"),
-    Metric("env/timeouts", "samples", "sum", "episodes dropped because the environment met its deadline"),
-    *spread("env/turns", "turns", "model turns of an episode"),
-    Metric("env/observation_tokens", "tokens", "sum", "observation tokens (never trained)"),
-    Metric("dynamic_sampling/groups", "groups", "sum", "groups that the filter saw"),
-    Metric("dynamic_sampling/kept", "groups", "sum", "groups that went on to training"),
-    Metric("dynamic_sampling/all_0", "groups", "sum", "groups dropped: every reward is 0"),
-    Metric("dynamic_sampling/all_1", "groups", "sum", "groups dropped: every reward is 1"),
-    Metric("dynamic_sampling/equal", "groups", "sum", "groups dropped: equal rewards that are neither 0 nor 1"),
+    Metric("reward/scored", "samples", "sum", "samples that got a reward, since the last step"),
+    Metric(
+        "reward/errors",
+        "samples",
+        "sum",
+        "samples dropped because the reward raised or gave no number, since the last step",
+    ),
+    Metric(
+        "reward/timeouts", "samples", "sum", "samples dropped because the reward met its deadline, since the last step"
+    ),
+    Metric(
+        "reward/error_fraction",
+        "fraction",
+        "mean",
+        "samples whose reward failed (error or timeout), since the last step",
+    ),
+    Metric("env/errors", "samples", "sum", "episodes dropped because the environment failed, since the last step"),
+    Metric(
+        "env/timeouts",
+        "samples",
+        "sum",
+        "episodes dropped because the environment met its deadline, since the last step",
+    ),
+    *spread("env/turns", "turns", "model turns of an episode, since the last step"),
+    Metric("env/observation_tokens", "tokens", "sum", "observation tokens (never trained), since the last step"),
+    Metric("dynamic_sampling/groups", "groups", "sum", "groups that the filter saw, since the last step"),
+    Metric("dynamic_sampling/kept", "groups", "sum", "groups that went on to training, since the last step"),
+    Metric("dynamic_sampling/all_0", "groups", "sum", "groups dropped: every reward is 0, since the last step"),
+    Metric("dynamic_sampling/all_1", "groups", "sum", "groups dropped: every reward is 1, since the last step"),
+    Metric(
+        "dynamic_sampling/equal",
+        "groups",
+        "sum",
+        "groups dropped: equal rewards that are neither 0 nor 1, since the last step",
+    ),
     Metric("data/overlong_dropped", "prompts", "last", "prompts dropped for their length, since the start"),
     Metric("data/overlong_truncated", "prompts", "last", "prompts cut for their length, since the start"),
 ]
@@ -136,14 +172,26 @@ FLEET = [
 ]
 
 ROLLOUT = [
-    Metric("rollout/prefill_tokens", "tokens", "sum", "prompt tokens computed, shared prompts once"),
-    Metric("rollout/decode_tokens", "tokens", "sum", "tokens sampled"),
-    Metric("rollout/decode_steps", "steps", "sum", "batched decode steps"),
-    Metric("rollout/batch_size", "sequences", "mean", "sequences per decode step"),
-    Metric("rollout/preemptions", "sequences", "sum", "sequences evicted and recomputed for want of cache pages"),
-    Metric("rollout/aborted", "samples", "sum", "samples aborted"),
-    Metric("rollout/unfinished", "samples", "max", "samples of groups that wait for another visit (partial rollout)"),
-    Metric("rollout/kv_blocks_peak", "pages", "max", "KV-cache pages in use, peak"),
+    Metric(
+        "rollout/prefill_tokens", "tokens", "sum", "prompt tokens computed, shared prompts once, since the last step"
+    ),
+    Metric("rollout/decode_tokens", "tokens", "sum", "tokens sampled, since the last step"),
+    Metric("rollout/decode_steps", "steps", "sum", "batched decode steps, since the last step"),
+    Metric("rollout/batch_size", "sequences", "mean", "sequences per decode step, since the last step"),
+    Metric(
+        "rollout/preemptions",
+        "sequences",
+        "sum",
+        "sequences evicted and recomputed for want of cache pages, since the last step",
+    ),
+    Metric("rollout/aborted", "samples", "sum", "samples aborted, since the last step"),
+    Metric(
+        "rollout/unfinished",
+        "samples",
+        "max",
+        "samples of groups that wait for another visit (partial rollout), since the last step",
+    ),
+    Metric("rollout/kv_blocks_peak", "pages", "max", "KV-cache pages in use, peak, since the last step"),
 ]
 
 RESHARD = [
@@ -173,7 +221,7 @@ EVALUATION = [
 
 DOCK = [
     Metric("dock/in_flight", "groups", "last", "groups admitted and not yet retired"),
-    Metric("dock/bytes", "B", "last", "bytes held by all warehouses"),
+    Metric("dock/bytes", "B", "last", "bytes held by all warehouses at that moment", volatile=True),
     Metric("dock/metadata_bytes", "B", "last", "metadata sent to controllers, since the start"),
     Metric("dock/puts", "messages", "last", "puts, since the start"),
     Metric("dock/fetches", "messages", "last", "fetches, since the start"),

@@ -12,7 +12,11 @@ Each line of `metrics.jsonl` is one step: `{"metrics": {name: value}, "step": st
 gathered as (sum, count) and divided once, after all reductions, so neither the number of micro-batches nor the number
 of workers changes it. Reductions: `mean` sum / count; `sum`, `max`, `min` over the step; `last` the latest value.
 Units: `1` has no dimension, `fraction` lies in 0..1, `B` is bytes. Names in italics differ between two runs with one
-seed (clocks, memory); all others are equal to the last digit. `{...}` stands for a parameter.
+seed (clocks, memory, what the warehouses hold); all others are equal to the last digit. `{...}` stands for a parameter.
+
+The figures of a step are of the samples that it trains, but for those that end in "since the last step": they count
+what the stages did since the step before, as do their `timing_s/...`. With `dock.max_staleness: 0` that is the same.
+With more, it is work on samples of later steps, so a step may lack it; and what a stage repeats is counted again.
 """
 
 

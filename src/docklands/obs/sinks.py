@@ -84,7 +84,7 @@ class JsonlSink:
 
 
 def strip_times(line: str) -> str:
-    """A line of metrics.jsonl without the metrics that measure time or memory."""
+    """A line of metrics.jsonl without the metrics in which two equal runs differ: times, memory."""
     row = json.loads(line)
     row["metrics"] = {name: value for name, value in row["metrics"].items() if not is_volatile(name)}
     return json.dumps(row, sort_keys=True, ensure_ascii=False)

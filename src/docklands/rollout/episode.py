@@ -96,7 +96,7 @@ class RolloutWorker:
         self._engines, self._tokenizer, self._env_factory = list(engines), tokenizer, env_factory
         self._section, self.seed, self._routes = section, seed, routes
         self._stop_ids = (*sorted(tokenizer.eos_ids), *(self._stop_id(text) for text in section.stop))
-        self._aborted = threading.Event()
+        self._aborted, self._stopped = threading.Event(), threading.Event()
         self._failures = EnvFailures(getattr(env_factory, "failures", None))
         self._unfinished = Unfinished()
 
@@ -130,7 +130,7 @@ class RolloutWorker:
         WEIGHT_VERSIONS, FINISH_REASON, COMPLETION, ENV_REWARD (and router choices, when recorded) for the rows that go
         on; a row whose environment failed is dropped with the reason "env_error: ..." or "env_timeout: ...". Groups
         that are not finished within rollout.partial_tokens (see rollout.partial), or when `abort` came, are asked for
-        again: what is cut short is never trained.
+        again: what is cut short is never trained. After an `abort` so are all, at once.
 
         sampling  other than the training one (evaluation); without stop ids it gets the tokenizer's
         visit     part of every sample's seed, for another draw of the same prompts
@@ -139,6 +139,8 @@ class RolloutWorker:
         training = sampling is None
         sampling = sampling or self.sampling
         sampling = sampling if sampling.stop_ids else replace(sampling, stop_ids=self._stop_ids)
+        if training and self._stopped.is_set():
+            return Result(later=batch.row_ids.tolist())
         self._aborted.clear()
         prompts, ids, ks = batch[PROMPT_TOKENS], batch[PROMPT_ID].tolist(), batch[SAMPLE_INDEX].tolist()
         most = self._section.partial_tokens if training else 0
@@ -152,6 +154,7 @@ class RolloutWorker:
         later = of_unfinished_groups(batch[GROUP_ID].numpy(), episodes)
         waiting, ended = np.flatnonzero(later), np.flatnonzero(~later)
         if most:
+            self._unfinished.forget(batch.row_ids[ended].tolist())
             self._unfinished.keep(batch.row_ids[waiting].tolist(), [episodes[i] for i in waiting])
         episodes = [episodes[i] for i in ended]
         metrics = self._failures.count(episodes, training) if self._env_factory is not None else {}
@@ -310,9 +313,10 @@ class RolloutWorker:
             engine.wake()
 
     def abort(self) -> None:
-        """End a running rollout soon, from any thread. Groups that it cuts short are asked for again; an evaluation
-        returns its samples as they are.
+        """End a running rollout soon, and begin none any more, from any thread. Groups that it cuts short are asked for
+        again. An evaluation returns its samples as they are; another may follow.
         """
+        self._stopped.set()
         self._aborted.set()
         for engine in self._engines:
             engine.abort()

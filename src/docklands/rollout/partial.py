@@ -12,8 +12,9 @@ They wait in the worker's memory. What a worker loses, or another worker gets, b
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -38,30 +39,48 @@ def check_partial(section: RolloutSection, max_staleness: int) -> None:
 
 
 class Unfinished:
-    """Episodes by row id, in the order in which they came."""
+    """Episodes by row id, in the order in which they came. Thread-safe: a checkpoint reads them beside a visit.
+
+    What is kept is never changed: a visit goes on with a copy, so that a checkpoint in the middle of it holds each
+    sample as the last visit left it. An environment cannot be copied: an episode with one is handed out itself.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[int, Episode] = {}
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def resume(self, row_id: int) -> Episode | None:
-        """The episode of a row, which waits no longer; None: the row is new here."""
-        episode = self._waiting.pop(row_id, None)
-        if episode is not None:
-            episode.paused = False
-        return episode
+        """The episode of a row, to go on with; None: the row is new here."""
+        with self._lock:
+            episode = self._waiting.get(row_id)
+            if episode is None:
+                return None
+            if episode.env is not None:
+                del self._waiting[row_id]
+        return going_on(episode)
 
     def keep(self, row_ids: Sequence[int], episodes: Sequence[Episode]) -> None:
         """Until their rows come again."""
-        self._waiting.update(zip(row_ids, episodes, strict=True))
-        while len(self._waiting) > REMEMBERED:
-            del self._waiting[next(iter(self._waiting))]
+        with self._lock:
+            for row, episode in zip(row_ids, episodes, strict=True):
+                self._waiting.pop(row, None)  # to the end of the line
+                self._waiting[row] = episode
+            while len(self._waiting) > REMEMBERED:
+                del self._waiting[next(iter(self._waiting))]
+
+    def forget(self, row_ids: Sequence[int]) -> None:
+        """These rows' episodes have ended."""
+        with self._lock:
+            for row in row_ids:
+                self._waiting.pop(row, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data. An episode with an environment is left out: an environment lives in its process only."""
-        kept = {row: episode for row, episode in self._waiting.items() if episode.env is None}
+        with self._lock:
+            kept = {row: episode for row, episode in self._waiting.items() if episode.env is None}
         names = [field.name for field in fields(Episode) if field.name not in ("env", "routes")]
         return {
             "rows": list(kept),
@@ -74,6 +93,14 @@ class Unfinished:
         for part in state.get("replicas", (state,)):
             for row, found, routes in zip(part["rows"], part["episodes"], part["routes"], strict=True):
                 self._waiting[row] = Episode(**found, routes=None if routes is None else routes.numpy())
+
+
+def going_on(episode: Episode) -> Episode:
+    """A copy that may grow, paused no longer. Its environment, if any, is the same; an array of routes is replaced
+    whole, never written to.
+    """
+    lists = ("tokens", "mask", "logprobs", "versions", "messages")
+    return replace(episode, paused=False, **{name: list(getattr(episode, name)) for name in lists})
 
 
 def of_unfinished_groups(groups: np.ndarray, episodes: Sequence[Episode]) -> np.ndarray:

@@ -27,6 +27,7 @@ from docklands.core.fields import (
     RETURNS,
     REWARD,
     ROLLOUT_LOGPROBS,
+    SHAPED_REWARD,
     TOKEN_ADVANTAGES,
     TOKEN_IDS,
     VALUES,
@@ -51,6 +52,7 @@ WANTED: tuple[Field[Any], ...] = (
     OLD_LOGPROBS,
     REF_LOGPROBS,
     REWARD,
+    SHAPED_REWARD,
     ADVANTAGE,
     TOKEN_ADVANTAGES,
     RETURNS,
@@ -109,6 +111,8 @@ def scores(metrics: SumCount, batch: Batch) -> None:
         groups = batch[GROUP_ID].numpy()
         flat = [float(np.ptp(reward_B[groups == g]) < 1e-8) for g in np.unique(groups)]
         metrics["frac_reward_zero_std"] = (sum(flat), float(len(flat)))
+    if SHAPED_REWARD in batch:
+        spread(metrics, "critic/rewards", batch[SHAPED_REWARD])
     if ADVANTAGE in batch:
         spread(metrics, "critic/advantages", batch[ADVANTAGE])
     mask_T = batch[LOSS_MASK].values

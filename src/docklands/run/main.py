@@ -39,6 +39,8 @@ from docklands.run.summary import before_and_after, closing_lines
 from docklands.train import checkpoint, sharded_checkpoint
 
 INTERRUPTED = 130
+ENDED = "ended_at"
+"""In env.json: the step at which the prompts ended."""
 
 log = logging.getLogger("docklands.run")
 
@@ -120,7 +122,7 @@ def check_unfinished(run_dir: RunDir, step: int) -> None:
     if step or not last or not run_dir.config.is_file():
         return
     steps = load_config(run_dir.config)[0].run.steps
-    if last >= steps:
+    if last >= steps or ENDED in run_dir.read_env():
         raise CheckpointError(
             f"{run_dir.path} ended at step {last} without a checkpoint: there is nothing to go on from",
             "choose another run.name to start anew; checkpoint.at_end keeps the weights of a run",
@@ -147,6 +149,7 @@ async def train_until_done(run: Run) -> bool:
             "the prompts ended after %d of %d steps; data.epochs=0 repeats them", run.step, run.config.run.steps
         )
         await run.end_early()
+        run.run_dir.write_env(**{ENDED: run.step})
         return False
     if run.step >= run.config.run.steps or not run.stop_asked:
         return False
@@ -156,7 +159,9 @@ async def train_until_done(run: Run) -> bool:
 
 @contextmanager
 def stoppable(run: Run) -> Iterator[None]:
-    """The first Ctrl-C (or SIGTERM) ends the run with a clean checkpoint; the second at once."""
+    """The first Ctrl-C (or SIGTERM) ends the run with a clean checkpoint; the second at once. A step in its updates is
+    done first; rollouts are cut at once, also those beside it.
+    """
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
 
@@ -164,11 +169,11 @@ def stoppable(run: Run) -> Iterator[None]:
         if run.stop_asked or task is None:
             os._exit(INTERRUPTED)
         run.stop_asked = True
+        for role in run.fleet.values():
+            abort = getattr(role.resource, "abort", None)
+            if callable(abort):
+                abort()
         if not run.updating:  # weights are those of the last whole step: nothing is lost by leaving now
-            for role in run.fleet.values():
-                abort = getattr(role.resource, "abort", None)
-                if callable(abort):
-                    abort()
             task.cancel()
 
     signals = (signal.SIGINT, signal.SIGTERM)

@@ -102,7 +102,7 @@ class Run:
                 return rows
 
     async def describe(self, rows: Rows) -> Metrics:
-        """Metrics of the step's rows, and of the stages that made them."""
+        """Metrics of the step's rows, and of what the stages did since the last step."""
         self.updating = True
         self.recorder.version = self.step
         metrics = Metrics()
@@ -115,7 +115,7 @@ class Run:
         return metrics
 
     async def flow_state(self) -> dict[str, float]:
-        """The dock when a step's rows have been taken: nothing moves then, so equal runs agree."""
+        """The dock when a step's rows have been taken: equal runs agree (in `bytes` synchronous ones only)."""
         counts = await self.dock.counts()
         self.flow.write(self.step, counts)
         stats = {key.removeprefix("dock/"): value for key, value in counts.items()}

@@ -3,7 +3,8 @@
 The journal holds what no warehouse can tell: admissions, verdicts of filters, drops, retirements, the end of prompts. A
 record is with the kernel before its call is acknowledged, so a killed process forgets nothing that it has said yes to:
 no retired row is trained again. What the journal does not hold follows from the inventories: a row is done for a stage
-that writes iff its columns are there. Leases are not kept: their rows are free again.
+that writes iff its columns are there. Leases are not kept: their rows are free again. Nor are takes: which groups one has overtaken
+follows from what it has retired.
 
 Legend: B rows.
 """
@@ -127,9 +128,21 @@ def apply(control: Control, what: str, facts: Mapping[str, Any], row_ids: np.nda
             control.controller(facts["stage"]).finish(slots, 0, partly=True)
         control.drop_rows(dict(zip(row_ids.tolist(), facts["reasons"])), facts["stage"])
     elif what == "retire":
+        overtake(control, slots)
         control.retire(Rows(row_ids, NO_ROWS, NO_ROWS, NO_ROWS))
     elif what == "end":
         control.end_of_prompts()
+
+
+def overtake(control: Control, retired: np.ndarray) -> None:
+    """The take of these rows passed over every older group that is still here. retired: slots [B]."""
+    roster = control.roster
+    blocks = np.fromiter(roster.by_group.values(), np.int64, len(roster.by_group))
+    taken = roster.blocks_of(retired)
+    older = blocks[roster.order[blocks] < roster.order[taken].max(initial=-1)]
+    older = older[~np.isin(older, taken)]
+    for controller in control.controllers.values():
+        controller.overtake(older)
 
 
 Holdings = tuple[np.ndarray, Mapping[str, np.ndarray], np.ndarray]

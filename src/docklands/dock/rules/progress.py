@@ -112,6 +112,10 @@ class Progress:
         self.released.append(slots)
         self._recount(slots)
 
+    def overtake(self, blocks: np.ndarray) -> None:
+        """A take that this process did not see passed over these groups."""
+        self._queue.overtake(blocks)
+
     def holds(self, slots: np.ndarray) -> np.ndarray:
         """Whether the stage has still to do with each row, bool [B]: it is leased, or free and not hidden."""
         state = self._state[slots]
@@ -176,7 +180,7 @@ class Progress:
     # --- snapshot ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows with their bits; leases become free."""
+        """Rows with their bits, and how often their groups were overtaken; leases become free."""
         slots = self._roster.used
         state = self._state[slots]
         return {
@@ -185,6 +189,7 @@ class Progress:
             "length": torch.from_numpy(self._length[slots]),
             "hidden": torch.from_numpy(state & HIDDEN != 0),
             "done": torch.from_numpy(state & STATE == DONE),
+            "overtaken": torch.from_numpy(self._queue.overtaken(slots // self._roster.size)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -193,6 +198,8 @@ class Progress:
         self._missing[slots] = state["missing"].numpy()
         self._length[slots] = state["length"].numpy()
         self._state[slots] = np.where(state["done"].numpy(), DONE, FREE) | np.where(state["hidden"].numpy(), HIDDEN, 0)
+        if "overtaken" in state:  # snapshots of before it was kept lack it
+            self._queue.set_overtaken(slots // self._roster.size, state["overtaken"].numpy())
         self._recount(slots)
 
     # --- inside ------------------------------------------------------------------------------------------------

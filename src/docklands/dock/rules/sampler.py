@@ -47,6 +47,18 @@ class GroupQueue:
                 setattr(self, name, larger(getattr(self, name), self.roster.blocks))
         self._skips[blocks], self._queued[blocks] = 0, False
 
+    def overtaken(self, blocks: np.ndarray) -> np.ndarray:
+        """In how many takes each group has been overtaken, int32 [N]."""
+        return self._skips[blocks]
+
+    def overtake(self, blocks: np.ndarray) -> None:
+        """A take passed over these groups."""
+        self._skips[blocks] += 1
+
+    def set_overtaken(self, blocks: np.ndarray, times: np.ndarray) -> None:
+        """What `overtaken` gave before a loss, int [N]."""
+        self._skips[blocks] = times
+
     @property
     def nbytes(self) -> int:
         """Bytes of arrays and heap; an entry is a pointer and a number of 36 bytes."""
@@ -81,7 +93,7 @@ class GroupQueue:
         if not keys:
             return NO_ROWS
         if passed:
-            self._skips[[key & (1 << BLOCK_BITS) - 1 for key in passed]] += 1
+            self.overtake(np.array([key & (1 << BLOCK_BITS) - 1 for key in passed], np.int64))
         blocks = np.array([key & (1 << BLOCK_BITS) - 1 for key in keys], np.int64)
         self._queued[blocks] = False
         return blocks
