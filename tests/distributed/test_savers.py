@@ -45,6 +45,8 @@ def with_and_without(path: Path, layout: Layout) -> tuple[Any, Any, dict[str, fl
         ("qwen3_tied", Layout(pp=2)),
         ("qwen3_tied", Layout(fsdp=2)),
         ("qwen3_moe", Layout(dp=2, ep=2)),
+        ("qwen3_moe", Layout(fsdp=2)),
+        ("qwen3_moe", Layout(fsdp=4, ep=2)),
         ("deepseek", Layout(cp=2)),
     ],
     ids=str,

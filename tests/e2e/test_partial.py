@@ -43,7 +43,7 @@ def test_every_prompt_is_trained_once_and_tokens_come_from_several_versions(tran
 
 
 def test_it_goes_on_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens, versions and weights are those of the run that went on, although a visit passes before the file is written.
+    """Tokens, versions and weights are those of the run that went on; a visit passes before the file is written.
 
     The update waits until the flow is at rest, in both runs: then no visit's weights depend on who was faster.
     """

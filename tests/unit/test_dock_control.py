@@ -384,23 +384,3 @@ def test_groups_enter_together_or_not_at_all():
     for groups, rows, says in (([5, 5], both, "groups are of one size"), ([5, 6, 7, 8], rows_of(5), "at most 3")):
         [(_, reply)] = talk.say(A, c.Admit(groups), rows)
         assert says in f"{reply.message} {reply.hint}"  # type: ignore[attr-defined]
-
-
-def test_a_journal_leads_to_who_was_overtaken(tmp_path: Path):
-    """Group 0 was passed over by a take that has been retired: the process that comes next must know."""
-    windowed = options(1, max_staleness=2, overtake=1, groups_per_take=1, deterministic=False)
-    control = Control(PLAIN, windowed)
-    journal = Journal(tmp_path / "journal", control)
-    for index in (0, 1):
-        control.admit(rows_of(index), index)
-    control.notice([Notice("update", rows_of(1), tuple(control.flow.reads["update"]), np.full(GROUP, 3))])
-    taken = control.look_take("update", control.want("update", None, None), 0.0)
-    assert taken is not None and set(taken.group_ids.tolist()) == {1}
-    control.retire(taken)
-    control.settle()
-    journal.close()
-    again = Control(PLAIN, windowed)
-    Journal(tmp_path / "journal", again).close()
-    assert [one.controller("update").state_dict()["overtaken"].tolist() for one in (control, again)] == [
-        [1] * GROUP
-    ] * 2

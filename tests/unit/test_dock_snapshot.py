@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from tests.dock_parts import (
     ADVANTAGE_STAGE,
     FILTERED,
+    GROUP,
     PLAIN,
     REF,
     REWARD_STAGE,
@@ -34,6 +36,9 @@ from docklands.core.fields import (
 )
 from docklands.core.protocols import Outcome
 from docklands.dock import Dock, ThreadClient
+from docklands.dock.control.recover import Journal
+from docklands.dock.rules.control import Control
+from docklands.dock.rules.messages import Notice
 from docklands.errors import CheckpointError, DockError
 from docklands.obs.names import find
 
@@ -240,3 +245,23 @@ def test_a_restored_dock_knows_who_was_overtaken() -> None:
         assert found == [True, False]
 
     run(main())
+
+
+def test_a_journal_leads_to_who_was_overtaken(tmp_path: Path) -> None:
+    """Group 0 was passed over by a take that has been retired: the process that comes next must know."""
+    windowed = options(1, max_staleness=2, overtake=1, groups_per_take=1, deterministic=False)
+    control = Control(PLAIN, windowed)
+    journal = Journal(tmp_path / "journal", control)
+    for index in (0, 1):
+        control.admit(rows_of(index), index)
+    control.notice([Notice("update", rows_of(1), tuple(control.flow.reads["update"]), np.full(GROUP, 3))])
+    taken = control.look_take("update", control.want("update", None, None), 0.0)
+    assert taken is not None and set(taken.group_ids.tolist()) == {1}
+    control.retire(taken)
+    control.settle()
+    journal.close()
+    again = Control(PLAIN, windowed)
+    Journal(tmp_path / "journal", again).close()
+    assert [one.controller("update").state_dict()["overtaken"].tolist() for one in (control, again)] == [
+        [1] * GROUP
+    ] * 2

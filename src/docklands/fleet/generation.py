@@ -239,7 +239,7 @@ class GenerationShard:
         return replace(result, later=[*result.later, *turned_away])
 
     def _turn_away(self, batch: Batch) -> Result:
-        """Rows after an abort. They are asked for again until the step that is in its updates is done: not too often."""
+        """Rows after an abort. They are asked for again until the step under way is done: not too often."""
         time.sleep(AGAIN_S)
         return Result(later=batch.row_ids.tolist())
 

@@ -69,7 +69,7 @@ class Saver:
         self._offers: dict[Key, tuple[Tensor, _Again]] = {}
         self._known: weakref.WeakValueDictionary[Key, _Away] = weakref.WeakValueDictionary()
         self._layer: nn.Module | None = None
-        self._parameters: set[int] | None = None
+        self._parameters: set[int] = set()  # addresses
         self._keys = 0
 
     def reset(self) -> None:
@@ -79,7 +79,7 @@ class Saver:
     @contextmanager
     def layer(self, layer: nn.Module) -> Iterator[None]:
         """Around the forward pass of one layer."""
-        before, self._layer, self._parameters = getattr(_active, "saver", None), layer, None
+        before, self._layer, self._parameters = getattr(_active, "saver", None), layer, set()
         _active.saver = self
         self._visit(layer)
         try:
@@ -124,11 +124,15 @@ class Saver:
         return known
 
     def _is_parameter(self, tensor: Tensor) -> bool:
-        if self._parameters is None:  # now, not before: FSDP has gathered them by the time a layer saves
+        """Or a view of one. Experts under FSDP are a module of their own, gathered when the layer has saved already: an
+        unknown address is looked up anew, or their weights would count as activations and be read after they are freed.
+        """
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._parameters:
             assert self._layer is not None
             own = (fsdp.local(p.data) for p in self._layer.parameters())
             self._parameters = {p.untyped_storage().data_ptr() for p in own}
-        return tensor.untyped_storage().data_ptr() in self._parameters
+        return address in self._parameters
 
 
 def key_of(tensor: Tensor) -> Key:

@@ -3,8 +3,8 @@
 The journal holds what no warehouse can tell: admissions, verdicts of filters, drops, retirements, the end of prompts. A
 record is with the kernel before its call is acknowledged, so a killed process forgets nothing that it has said yes to:
 no retired row is trained again. What the journal does not hold follows from the inventories: a row is done for a stage
-that writes iff its columns are there. Leases are not kept: their rows are free again. Nor are takes: which groups one has overtaken
-follows from what it has retired.
+that writes iff its columns are there. Leases are not kept: their rows are free again. Nor are takes: whom
+one has overtaken follows from what it has retired.
 
 Legend: B rows.
 """
