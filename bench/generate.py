@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--unseeded", action="store_true", help="vLLM without a seed for each sample; so with --prompt")
     parser.add_argument("--peer", choices=["transformers", "vllm", "both"], default="both")
     parser.add_argument("--threads", type=int, default=0, help="0: one per core, for every engine")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=0, help="default: 3, with --quick 1")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
@@ -220,7 +220,7 @@ def main() -> None:
     torch.set_num_threads(threads)
     for name in ("tiny", "135m") if args.model == "both" else (args.model,):
         groups = {"tiny": (8, 32), "135m": (8, 16)}[name][not args.quick]
-        rounds = 1 if args.quick else args.rounds
+        rounds = args.rounds or (1 if args.quick else 3)
         work = make_work(name, groups, args.prompt)
         ours = native(work)
         with tempfile.TemporaryDirectory() as folder:

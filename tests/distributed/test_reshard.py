@@ -65,12 +65,15 @@ def reshard_all(name: str, pairs: list[tuple[Layout, Layout]], dtype: torch.dtyp
             sent, received = plan.traffic()
             device, counts = mover.script.device, mover.counts
             assert (counts.sent, counts.received) == (sent[device], received[device])
-            assert counts.peak == mover.script.peak().total
+            peaks = {stays: mover.script.peak(master=4, stays=stays).total for stays in (False, True)}
+            assert counts.peak == peaks[False]
             for tensor in found.values():
                 tensor.fill_(float("nan"))
             again = mover.run(trained, found)
             assert all(again[key] is tensor for key, tensor in found.items())
             assert all(torch.equal(again[k], expected[k].to(again[k].dtype)) for k in expected)
+            everything = sum(t.nbytes for t in (*trained.values(), *found.values())) + 2 * mover.script.room()
+            assert mover.counts.peak == peaks[True] == everything  # nothing was let go
             checked += 1
     dist.barrier()
     return checked

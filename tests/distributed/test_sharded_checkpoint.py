@@ -253,6 +253,18 @@ def test_pitfall_26_another_model_is_refused(models: Path, pool: Pool, tmp_path:
     assert "is not complete" in found[0]
 
 
+def test_of_two_roles_one_that_does_not_fit_leaves_both(models: Path, tmp_path: Path) -> None:
+    actor, other = alone_of(models / "qwen3_tied"), alone_of(models / "llama_bias")
+    begun = checkpoint.begin(tmp_path, 1, {}, keep=2)
+    Saving.of(begun, {"actor": actor, "critic": actor}, None).write()
+    for master in actor.masters().values():
+        master.mul_(0.5)
+    before = {name: master.clone() for name, master in actor.masters().items()}
+    with pytest.raises(CheckpointError, match="lacks critic/weights/layers.0.qkv.bias"):
+        sharded_checkpoint.load(begun.path, {"actor": actor, "critic": other})
+    assert all(torch.equal(before[name], master) for name, master in actor.masters().items())
+
+
 class Held(TorchDispatchMode):
     """The most bytes that tensors made inside hold at once."""
 

@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from docklands.config.schema import TrainSection
 from docklands.core.batch import Packed
+from docklands.core.fields import TOKEN_IDS
 from docklands.core.loss import Denominators, LossResult, ModelOutput
 from docklands.core.stage import Learner
 from docklands.errors import DataError, LayoutError, NonFinite, TrainError
-from docklands.models import ModelConfig, build, load
+from docklands.models import ModelConfig, build, hf_io, load
 from docklands.models.sharded import build_sharded, load_sharded
-from docklands.parallel import Layout
+from docklands.parallel import Layout, fsdp
 from docklands.parallel.mesh import Mesh
 from docklands.train.sharded import ShardedEngine
 from tests.distributed.cases import MODELS, OPTIM, TRAIN, alone, batches, difference, gradients_of
@@ -95,7 +96,9 @@ def bfloat16(path: Path, layout: Layout) -> Any:
         metrics = engine.update(batch.select(np.arange(replica, len(batch), layout.data)), ACTOR_WITH_ENTROPY)
         losses.append((metrics["actor/loss"][0], metrics["actor/grad_norm"][0]))
     dtypes = {str(master.dtype) for master in engine.masters().values()}
-    return losses, dtypes
+    local = [p.data for p in engine.sharded.parameters().values() if p.dim() >= 2 and fsdp.window(p.data) is None]
+    published = {tensor.dtype for _, tensor in engine.weights() if tensor.dim() >= 2}
+    return losses, dtypes, {tensor.dtype for tensor in local}, published
 
 
 @pytest.mark.parametrize(
@@ -105,8 +108,11 @@ def bfloat16(path: Path, layout: Layout) -> Any:
 )
 def test_bfloat16_with_fp32_masters(name: str, layout: Layout, models: Path, pool: Pool) -> None:
     expected = alone(models / name, dtype="bfloat16")["metrics"]
-    for losses, dtypes in pool.run(layout.world_size, bfloat16, models / name, layout):
+    sharded = layout.fsdp > 1
+    for losses, dtypes, local, published in pool.run(layout.world_size, bfloat16, models / name, layout):
         assert dtypes == {"torch.float32"}
+        assert local == (set() if sharded and layout.ep == 1 else {torch.bfloat16})  # FSDP leaves these experts alone
+        assert published == {torch.float32 if sharded else torch.bfloat16}
         for (loss, norm), reference in zip(losses, expected):
             assert loss == pytest.approx(reference["actor/loss"][0], abs=0.02)
             assert norm == pytest.approx(reference["actor/grad_norm"][0], rel=0.05)
@@ -194,6 +200,42 @@ def test_an_fp8_checkpoint_is_loaded_as_in_one_process(
     for found in pool.run(2, loaded, tmp_path / "fp8", layout):
         assert found.keys() == alone_.keys()
         assert all(torch.equal(found[name], parameter) for name, parameter in alone_.items())
+
+
+def dequantised(path: Path, layout: Layout) -> int:
+    """How many experts' tensors this rank has dequantised."""
+    names: list[str] = []
+    plain = hf_io.dequantize
+    hf_io.dequantize = lambda weight, scale, block, name="": (names.append(name), plain(weight, scale, block, name))[1]
+    try:
+        load_sharded(path, Mesh(layout, timeout_s=60))
+    finally:
+        hf_io.dequantize = plain
+    return sum(".experts." in name for name in names)
+
+
+def test_of_an_fp8_checkpoint_a_rank_dequantises_its_own_experts(models: Path, pool: Pool, tmp_path: Path) -> None:
+    in_fp8(models / "deepseek" / "policy", tmp_path / "fp8")
+    (whole,) = pool.run(1, dequantised, tmp_path / "fp8", Layout())
+    assert whole > 0 and pool.run(2, dequantised, tmp_path / "fp8", Layout(dp=2, ep=2)) == [whole // 2] * 2
+
+
+def unknown_id(path: Path, layout: Layout) -> str:
+    engine, batch = engine_of(path, layout), batches()[0]
+    ids = [row.clone() for row in batch[TOKEN_IDS]]
+    ids[3][-1] = engine.sharded.config.vocab_size
+    try:
+        engine.logprobs(batch.with_({TOKEN_IDS: ids}))
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_an_id_of_no_rank_is_refused(models: Path, pool: Pool) -> None:
+    """Each rank of a split vocabulary would take it for one of the other's."""
+    found = pool.run(2, unknown_id, models / "qwen3_tied", Layout(tp=2))
+    row, size = int(batches()[0].row_ids[3]), ModelConfig.from_hf(MODELS["qwen3_tied"]).vocab_size
+    assert all(f"row {row}: token id {size} is not among the model's {size}" in said for said in found)
 
 
 def load_error(path: Path, layout: Layout) -> str:

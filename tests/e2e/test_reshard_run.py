@@ -52,7 +52,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     ids=["tp2 ep2 to ep4", "pp2 tp2 to dp4", "tp2 ep2 beside tp2 ep2"],
 )
 def test_one_process_and_two_layouts_are_the_same_run(more: tuple[str, ...], alone: RunDir, tmp_path: Path) -> None:
-    run = run_here("tiny_moe_reshard.yaml", tmp_path / "run", "run.steps=2", *LARGE, *more)
+    saves = () if more else ("checkpoint.every_steps=1",)
+    run = run_here("tiny_moe_reshard.yaml", tmp_path / "run", "run.steps=2", *LARGE, *more, *saves)
     pairs = list(zip(metrics(run), metrics(alone), strict=True))
     assert len(pairs) == 2
     for mine, other in pairs:
@@ -71,7 +72,9 @@ def test_one_process_and_two_layouts_are_the_same_run(more: tuple[str, ...], alo
         "reshard/broadcast" if "fleet.placement=disaggregated" in more else "reshard/minimal",
     } <= names
     if not more:
-        assert {"memory/swap_out", "handover/to_training"} <= names
+        assert {"memory/swap_out", "handover/to_training", "checkpoint/write"} <= names
+        there = [row for row in spans if row["name"] == "handover/to_generation"]
+        assert len(there) == 4 * 3, "once for each publish: a checkpoint brings nothing back"
         rewards = [row["start"] for row in spans if row["name"] == "stage/reward"]
         for rank in range(4):  # training state begins to come back before the rewards, not when the trainer asks for it
             begun = [row["start"] for row in spans if row["name"] == "memory/prefetch" and row["rank"] == rank]

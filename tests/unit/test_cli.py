@@ -121,6 +121,10 @@ def test_check_names_what_was_set_but_does_nothing(capsys: pytest.CaptureFixture
     assert "without effect" not in capsys.readouterr().out
     assert run([*command, "sync.probe_tolerance=0.1", "rollout.layout.dp=2"]) == 0
     assert capsys.readouterr().out.endswith("set, but without effect with these workers: sync.probe_tolerance\n")
+    assert run([*command, "layout.context=ring", "layout.sp=false", "layout.dp=2"]) == 0
+    assert capsys.readouterr().out.endswith("with these workers: layout.context, layout.sp\n")
+    assert run([*command, "layout.sp=false", "layout.tp=2"]) == 0
+    assert "without effect" not in capsys.readouterr().out
 
 
 def test_graph(capsys: pytest.CaptureFixture[str], config: Path) -> None:

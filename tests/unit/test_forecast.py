@@ -21,7 +21,7 @@ from docklands.run.cost_model import Generation, Links, Training, size_of, work_
 from docklands.run.forecast import Case, Dock, busy_seconds, forecast
 from docklands.run.hardware import HARDWARE, Hardware, find_hardware, from_dict, read_hardware
 from docklands.run.lengths import Lengths, read_lengths
-from docklands.run.plan import generation_layout, model_of, parse_transfer, plan_run
+from docklands.run.plan import model_of, parse_transfer, plan_run
 from docklands.run.simulate import Flow, Group, Simulated, Simulation
 from docklands.run.simulate_generation import Generators
 
@@ -298,9 +298,15 @@ def test_the_command_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert run(words) == 0
     said = capsys.readouterr().out
     assert "generation: dp4 tp2" in said and "predicted on 8 x h100, colocated" in said and "short: devices" in said
-    assert run([*words, "fleet.placement=disaggregated", "rollout.layout.dp=2", "dock.max_staleness=1"]) == 0
+    assert (
+        run([*words, "fleet.placement=disaggregated", "sync.swap=none", "rollout.layout.dp=2", "dock.max_staleness=1"])
+        == 0
+    )
     said = capsys.readouterr().out
     assert "predicted on 12 x h100, apart, max_staleness 1" in said and "trainers" in said
-    assert run([*words[:4], "--dropped", "0.5"]) == 2 and "name the machine" in capsys.readouterr().err
+    assert (
+        run([*words[:4], "--device-gib", "80", "--dropped", "0.5"]) == 2
+        and "name the machine" in capsys.readouterr().err
+    )
     assert run([*words[:4], "--hardware", "abacus"]) == 2 and "abacus" in capsys.readouterr().err
-    assert generation_layout(make_config()[0]) is None
+    assert run([*words, "fleet.placement=disaggregated"]) == 2 and "nothing shares a device" in capsys.readouterr().err

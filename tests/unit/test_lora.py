@@ -130,8 +130,8 @@ def test_the_ledger_holds_one_base_in_the_compute_dtype() -> None:
     named = dict(engine.model.named_parameters())
     base = sum(p.numel() * (2 if p.dim() > 1 else 4) for n, p in named.items() if not is_adapter(n))
     adapters = sum(p.numel() for n, p in named.items() if is_adapter(n))
-    assert size["weights"] == base + adapters * (2 + 4), "16-bit base once, adapters with their masters"
-    assert size["optimizer"] == adapters * 8 and size["gradients"] == adapters * 2
+    assert size["weights"] == base + adapters * 2, "16-bit base once, 16-bit adapters"
+    assert size["optimizer"] == adapters * (4 + 8) and size["gradients"] == adapters * 2, "masters and moments"
     assert sum(size.values()) < sum(p.numel() for p in named.values()) * (2 + 4 + 8), "what training all would hold"
 
 

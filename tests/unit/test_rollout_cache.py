@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +18,7 @@ from docklands.errors import RolloutError
 from docklands.kernels.packed_linear import PackedLinear, bucket, row_floor
 from docklands.kernels.paged_attention import MASKED
 from docklands.rollout.attention import DecodeAttention, RowPages, regroup, ungroup
-from docklands.rollout.capacity import cache_pages, check_requests
+from docklands.rollout.capacity import cache_pages, check_requests, free_memory
 from docklands.rollout.compiled import CompiledAttention
 from docklands.rollout.kv_cache import PagedCache
 from docklands.rollout.queue import WorkQueue
@@ -228,6 +231,17 @@ def test_the_cache_is_sized_for_the_largest_batch() -> None:
     requests = cases.groups(3, 4, Sampling(40))
     pages = cache_pages(requests, section, cases.config(), torch.float32)
     assert pages == 4 * 3 + (1 + 1 + 2) + 3 + 1  # four responses, three prompts, headroom, the null page
+
+
+def test_free_memory_is_the_devices_and_a_hosts_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own free blocks can be had; ranks of one host share its memory."""
+    for name, value in {"mem_get_info": (1000, 9000), "memory_reserved": 500, "memory_allocated": 200}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    assert free_memory("cuda:0") == 1300
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8000))
+    assert free_memory() == 8000
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_memory() == 2000
 
 
 def test_pitfall_34_skewed_lengths_share_the_queue() -> None:

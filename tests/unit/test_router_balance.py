@@ -17,6 +17,7 @@ from docklands.core.loss import Denominators, ModelOutput
 from docklands.models import CausalLM, PackedCausal
 from docklands.models.routing import Routes
 from docklands.train import TrainEngine
+from docklands.train.microbatch import lay_out
 
 COEF = 0.3
 
@@ -125,6 +126,21 @@ def test_the_balance_loss_spreads_the_load() -> None:
     made = trainer(model, router={"aux_loss_coef": 10.0})
     loads = [made.update(batch, ACTOR)["actor/router_load_max"][0] for _ in range(30)]
     assert loads[0] > 1.5 and min(loads[-3:]) < 1.0 + 0.5 * (loads[0] - 1.0)
+
+
+def test_an_idle_pass_has_its_choices_recorded(case: tuple[CausalLM, Batch]) -> None:
+    """A replica without work must not cost all of them a forward pass."""
+    model, batch = case
+    made = trainer(model, router={"aux_loss_coef": COEF})
+    layout, passes = lay_out(batch, made.section.share_prefix), []
+    busy, idle = (layout.rows_S, layout.routes_SLk), (torch.zeros(1, dtype=torch.long), None)
+    made.routers.begin([busy], lambda: passes.append(1))
+    whole = made.routers._whole
+    made.routers.begin([idle, busy], lambda: passes.append(1))
+    assert whole is not None and made.routers._whole is not None and not passes
+    assert torch.equal(whole[0], made.routers._whole[0]) and whole[1] == made.routers._whole[1]
+    made.routers.begin([(layout.rows_S, None)], lambda: passes.append(1))
+    assert passes
 
 
 def test_the_bias_moves_by_the_load_of_all_since_the_last_update() -> None:

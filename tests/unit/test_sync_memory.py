@@ -1,7 +1,10 @@
-"""Memory tiers: bytes come back to the bit, resident memory really falls, reads while away are refused, and overlap."""
+"""Memory tiers: bytes come back to the bit, resident memory really falls, and overlap."""
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 
 from docklands.errors import SyncError
 from docklands.obs.spans import SpanRecorder, read_spans, recording
-from docklands.sync.memory import FileTier, MemoryTiers, guard, is_resident
+from docklands.sync.memory import FileTier, MemoryTiers, give_back, is_resident
 
 MIB = 1 << 20
 
@@ -88,19 +91,33 @@ def test_tensors_that_share_a_storage_move_once(tmp_path: Path) -> None:
     assert whole.tolist() == list(range(12))
 
 
-def test_what_is_away_cannot_be_read_by_accident(tmp_path: Path) -> None:
-    tiers, model = MemoryTiers(folder=tmp_path), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    guard(model)
-    tiers.register("weights", {n: p.data for n, p in model.named_parameters()})
-    model(torch.ones(1, 4))
-    tiers.swap_out_one("weights", "1.weight")
-    with pytest.raises(SyncError, match=r"Linear.weight \(2, 4\) is swapped out"):
-        model(torch.ones(1, 4))
-    with pytest.raises(SyncError, match=r"weights 1.weight \(32 bytes\) is swapped out"):
-        tiers.check("weights")
-    tiers.swap_in("weights")
-    tiers.check("weights")
-    model(torch.ones(1, 4))
+@pytest.mark.parametrize(("number", "hint"), [(errno.ENOSPC, "TMPDIR"), (errno.EIO, "")], ids=["full", "broken"])
+def test_only_a_full_disk_is_called_full(
+    number: int, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    tiers = MemoryTiers(folder=tmp_path)
+    tiers.register("weights", {"a": torch.ones(4)})
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(SyncError, match=f"swapping memory to disk: {os.strerror(number)}") as raised:
+        tiers.swap_out("weights")
+    assert (hint in raised.value.hint) if hint else not raised.value.hint
+
+
+def test_a_file_in_memory_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        FileTier("/dev/shm").close()
+    assert [record.getMessage().partition(" frees")[0] for record in caplog.records] == ["swapping to /dev/shm"]
+
+
+def test_an_accelerators_freed_blocks_leave_torchs_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("cuda"))
+    give_back("cpu")
+    give_back("cuda:0")
+    assert called == ["cuda"]
 
 
 def test_storage_that_cannot_be_freed_is_refused(tmp_path: Path) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
 import pytest
 from tests.reshard_cases import MODELS
 
-from docklands.errors import ConfigError
+from docklands.errors import ConfigError, MissingWeight
 from docklands.models.catalog import catalog
 from docklands.models.params import ParamSpec, table_for
 from docklands.models.shard import Window, held_by
 from docklands.parallel.layout import Layout
-from docklands.sync.boxes import blocks_of, fsdp_share, homes_of
+from docklands.sync import plan as planning
+from docklands.sync.boxes import Block, blocks_of, fsdp_share, homes_of
 from docklands.sync.plan import Family, Options, Plan, plan_reshard
 from docklands.sync.script import Script
 
@@ -264,3 +266,20 @@ def test_pitfall_32_what_does_not_divide_is_refused_with_the_arithmetic(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_reshard(catalog.get("qwen2.5-7b"), source, target)
+
+
+@pytest.mark.parametrize("shift", [-1, 1], ids=["overlap", "outside"])
+def test_a_gap_and_an_overlap_of_one_size_do_not_cancel(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout whose last rank holds rows one too early or too late: as many elements as there are, but not all."""
+    blocks = planning._blocks
+
+    def shifted(spec: ParamSpec, layout: Layout, stages: tuple[int, ...]) -> Iterator[tuple[int, tuple[Block, ...]]]:
+        for rank, held in blocks(spec, layout, stages):
+            if layout.fsdp == 2 and rank == 1:
+                (low, high), *rest = held[0].box
+                held = (Block(((low + shift, high + shift), *rest), held[0].at),)
+            yield rank, held
+
+    monkeypatch.setattr(planning, "_blocks", shifted)
+    with pytest.raises(MissingWeight, match=r"trainers hold (\d+) of \1 elements"):
+        plan_reshard(MODELS["bias_tied"], Layout(fsdp=2), Layout())

@@ -11,6 +11,7 @@ from tests.train_cases import (
     ACTOR,
     ACTOR_WITH_ENTROPY,
     CRITIC,
+    V,
     batch_of,
     engine,
     gradients_of,
@@ -25,7 +26,7 @@ from docklands.core.batch import Batch
 from docklands.core.fields import ADVANTAGE, GROUP_ID, LOSS_MASK, OLD_LOGPROBS, TOKEN_IDS
 from docklands.core.loss import Denominators, LossResult, ModelOutput
 from docklands.core.stage import Learner
-from docklands.errors import NonFinite, TrainError
+from docklands.errors import DataError, NonFinite, TrainError
 from docklands.obs.metrics import Metrics
 from docklands.train import TrainEngine
 
@@ -155,6 +156,12 @@ def test_pitfall_10_a_batch_of_nothing_else_makes_no_step() -> None:
 def test_a_trained_first_token_is_refused() -> None:
     with pytest.raises(TrainError, match="row 101: the first token is under the loss mask"):
         engine().logprobs(batch_of([(0, [1, 2], [False, True]), (0, [3, 4], [True, True])]))
+
+
+@pytest.mark.parametrize("token", [-1, V])
+def test_an_id_that_the_model_has_not_is_refused(token: int) -> None:
+    with pytest.raises(DataError, match=f"row 101: token id {token} is not among the model's {V}"):
+        engine().logprobs(batch_of([(0, [1, 2], [False, True]), (0, [3, token], [False, True])]))
 
 
 def test_a_row_over_the_cap_is_refused() -> None:

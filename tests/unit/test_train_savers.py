@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from docklands.errors import SyncError
 from docklands.models import ModelConfig, build
 from docklands.models.savers import Saver
 from docklands.sync.memory import FileTier
-from docklands.train import TrainEngine
+from docklands.train import TrainEngine, checkpoint, sharded_checkpoint
 from docklands.train.offload import LAYERS_AT_ONCE, MIB, MOMENTS_AT_ONCE, Moments, most_at_once
 
 SAVERS: list[dict[str, Any]] = [
@@ -149,6 +150,24 @@ def test_moments_rest_in_the_lower_tier_between_steps() -> None:
     trainer.update(sampled(1), ACTOR_WITH_ENTROPY)
     assert ledger.of("device") == 0
     assert engine().optimizer.resting.away_bytes == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_checkpoint_reads_and_writes_few_moments_at_once(copy: bool, tmp_path: Path) -> None:
+    """The device never holds more than a step does, and they rest again."""
+    first, second = (engine(optim=OptimSection(lr=1e-2, offload=True)) for _ in range(2))
+    first.update(sampled(), ACTOR_WITH_ENTROPY)
+    most = first.optimizer.resting.ledger.peak("device")  # type: ignore[union-attr]
+    begun = checkpoint.begin(tmp_path, 1, {}, keep=2)
+    sharded_checkpoint.Saving.of(begun, {"actor": first}, None, copy).write()
+    sharded_checkpoint.load(begun.path, {"actor": second})
+    for trainer in (first, second):
+        assert trainer.optimizer is not None
+        ledger = trainer.optimizer.resting.ledger
+        assert ledger.of("device") == 0 < ledger.of("disk") and ledger.peak("device") <= most
+    first.update(sampled(1), ACTOR_WITH_ENTROPY)
+    second.update(sampled(1), ACTOR_WITH_ENTROPY)
+    assert largest_difference(first.masters(), second.masters()) == 0.0
 
 
 def test_a_checkpoint_goes_from_an_offloaded_optimizer_to_a_plain_one_and_back() -> None:

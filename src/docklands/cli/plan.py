@@ -16,6 +16,7 @@ from docklands.errors import ConfigError
 if TYPE_CHECKING:
     from docklands.config.schema import Config
     from docklands.models.config import ModelConfig
+    from docklands.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -74,18 +75,19 @@ def plan(asked: Asked) -> None:
     Exit code 2, with what to change, when it does not fit.
     """
     loaded, _ = read_config(asked.config, asked.overrides)
-    from docklands.device import choose, memory_capacity
     from docklands.run.hardware import find_hardware
-    from docklands.run.plan import GIB, generation_layout, model_of, parse_transfer, plan_run
+    from docklands.run.plan import GIB, generation_layout, model_of, parse_transfer, plan_run, ranks_of
 
     shape = model_of(loaded, asked.model)
     if asked.calibrate is not None:
         measure(loaded, shape, asked.calibrate)
     machine = find_hardware(asked.hardware) if asked.hardware else None
-    default = int(machine.capacity) if machine else memory_capacity(choose(loaded.run.device))
-    capacity = int(asked.device_gib * GIB) if asked.device_gib > 0 else default
+    target = generation_layout(asked.generation)
     options = parse_transfer(asked.transfer, loaded, machine.node if machine else 8)
-    found = plan_run(loaded, shape, generation_layout(loaded, asked.generation, options.apart), options, capacity)
+    given = int(asked.device_gib * GIB) if asked.device_gib > 0 else int(machine.capacity) if machine else 0
+    check_device(loaded, given, target)
+    capacity = given or own_capacity(loaded, ranks_of(loaded, shape, target))
+    found = plan_run(loaded, shape, target, options, capacity)
     print(found.to_text())
     found.check()
     if machine is not None:
@@ -96,6 +98,24 @@ def plan(asked: Asked) -> None:
         print("\n" + forecast(loaded, found, Case(machine, lengths, dropped=asked.dropped)).to_text())
     elif asked.lengths or asked.dropped:
         raise ConfigError("--lengths and --dropped predict time", "name the machine: --hardware h100")
+
+
+def check_device(config: Config, elsewhere: int, target: Layout | None) -> None:
+    """ConfigError for what a run refuses. elsewhere: not of this machine, so whichever device the swap is for."""
+    from docklands.device import choose
+    from docklands.run.plan import check_run
+
+    fitting = "cpu" if config.sync.swap == "disk" else "cuda"
+    check_run(config, fitting if elsewhere else choose(config.run.device).type, target)
+
+
+def own_capacity(config: Config, ranks: int) -> int:
+    """Bytes of a device of this machine: ranks on its CPU share its memory."""
+    from docklands.device import choose, memory_capacity
+
+    device = choose(config.run.device)
+    shared = device.type == "cpu" and config.fleet.backend == "local"
+    return memory_capacity(device) // (ranks if shared else 1)
 
 
 def measure(config: Config, shape: ModelConfig, out: Path) -> None:

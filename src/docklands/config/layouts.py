@@ -62,7 +62,9 @@ class SyncSection(Section):
     )
     gate: bool = Field(default=True, description="compare versions and checksums of all generators after each publish")
     probe_every: NonNegative = Field(
-        default=0, description="publishes between two comparisons of trainer and generator log-probs; 0: never"
+        default=0,
+        description="versions between two comparisons of trainer and generator log-probs, which the first publish to a "
+        "generator has too; 0: none, but that first one where an engine keeps weights of its own (vLLM)",
     )
     probe_tolerance: float | None = Field(
         default=None,

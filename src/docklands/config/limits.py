@@ -20,6 +20,14 @@ def check_values(config: Config) -> None:
         raise ValueError(f"run.name: {config.run.name!r} names no directory below run.dir")
     check_sampling(config)
     check_lora(config)
+    saves = "recompute: full" if config.train.recompute == "full" else "activation_offload"
+    if config.layout.schedule == "zero_bubble" and (
+        config.train.recompute == "full" or config.train.activation_offload
+    ):
+        raise ValueError(
+            f"layout.schedule: zero_bubble keeps the input of every product until its weight gradient is made, so "
+            f"train.{saves} would spare nothing; layout.schedule: 1f1b"
+        )
     functions = config.reward.functions
     if functions and not any(item.weight for item in functions):
         raise ValueError("reward.functions: every weight is 0, so every sample would earn the same")

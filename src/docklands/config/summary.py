@@ -30,6 +30,9 @@ def without_effect(config: Config, generates: bool = True) -> str:
         idle += [f"fleet.{name}" for name in _set(config.fleet) if name == "max_restarts"]
     if config.fleet.backend != "ray":
         idle += [f"fleet.{name}" for name in _set(config.fleet) if name.startswith("ray_")]
+    layout = config.layout
+    idle += ["layout.context"] if layout.context == "ring" and layout.cp == 1 else []
+    idle += ["layout.sp"] if not layout.sp and layout.tp == 1 else []
     if not idle:
         return ""
     where = "with these workers" if config.has_workers else "in one process"

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from docklands.fleet.workers import Workers
     from docklands.train.checkpoint import Begun
     from docklands.train.sharded import ShardedEngine
+    from docklands.train.sharded_checkpoint import Saving
 
 log = logging.getLogger("docklands.fleet")
 
@@ -37,6 +39,7 @@ class CheckpointShard:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._going: Future[float] | None = None
         self._untold: Future[float] | None = None
+        self._held: tuple[Saving, NonFinite | None] | None = None
 
     def _engines(self, roles: Sequence[str]) -> dict[str, ShardedEngine]:
         """These engines, their state on the device."""
@@ -45,14 +48,34 @@ class CheckpointShard:
         shards: dict[str, EngineShard] = {role: self.context.objects[role] for role in roles}
         return {role: shard.engine for role, shard in shards.items()}
 
-    def begin(self, begun: Begun, roles: Sequence[str]) -> None:
-        """Copy what is to be saved, and let a thread write it. NonFinite, on every rank, rather than save a NaN."""
+    def hold(self, step: int, roles: Sequence[str]) -> None:
+        """Copy what the checkpoint of this step is to save; `begin` has it written."""
+        from docklands.train.checkpoint import Begun
         from docklands.train.sharded_checkpoint import Saving
 
         mesh, engines = self.context.mesh, self._engines(roles)
         assert mesh is not None and self._going is None
-        self._check(engines, f"in {begun.path.name}", "checkpoints from before are intact")
+        self._held = None  # before there are two
+        begun = Begun(Path(f"step_{step:06d}"), 0, {})  # in which directory, the driver says later
         saving = Saving.of(begun, engines, mesh.background(), copy=True)
+        self._held = saving, _fault(engines, f"in {begun.path.name}", "checkpoints from before are intact")
+
+    def drop(self) -> None:
+        """What is held will not be saved."""
+        self._held = None
+
+    def begin(self, begun: Begun, roles: Sequence[str]) -> None:
+        """Let a thread write what is held of this step, or is copied now. NonFinite, on every rank, rather than save a
+        NaN.
+        """
+        from docklands.train import checkpoint
+
+        if self._held is None or self._held[0].begun.path.name != begun.path.name:
+            self.hold(checkpoint.step_of(begun.path), roles)
+        assert self._held is not None and self._going is None
+        (held, fault), self._held = self._held, None
+        self._agree(fault)
+        saving = replace(held, begun=begun)
 
         def write() -> float:
             began = time.monotonic()
@@ -84,19 +107,21 @@ class CheckpointShard:
         mesh, engines = self.context.mesh, self._engines(roles)
         assert mesh is not None
         sharded_checkpoint.load(path, engines, mesh.world and mesh.world.pg)
-        self._check(engines, f"of {path}", checkpoint.REMOVE)
+        self._agree(_fault(engines, f"of {path}", checkpoint.REMOVE))
         return [note for engine in engines.values() for note in engine.notes]
 
-    def _check(self, engines: Mapping[str, ShardedEngine], what: str, hint: str) -> None:
-        """NonFinite, on every rank, names a weight that holds a NaN or an infinity."""
-        error = None
-        for role, engine in engines.items():
-            for name, weight in engine.masters().items():
-                mine = fsdp.local(weight)
-                if error is None and mine.numel() and (bad := not_finite(mine)):
-                    error = NonFinite(f"{role} {what}: {bad} elements of weight {name} are not finite", hint)
-        world = None if self.context.mesh is None else self.context.mesh.world
-        agree(world, error)
+    def _agree(self, error: NonFinite | None) -> None:
+        agree(None if self.context.mesh is None else self.context.mesh.world, error)
+
+
+def _fault(engines: Mapping[str, ShardedEngine], what: str, hint: str) -> NonFinite | None:
+    """Names the first weight of this rank that holds a NaN or an infinity."""
+    for role, engine in engines.items():
+        for name, weight in engine.masters().items():
+            mine = fsdp.local(weight)
+            if mine.numel() and (bad := not_finite(mine)):
+                return NonFinite(f"{role} {what}: {bad} elements of weight {name} are not finite", hint)
+    return None
 
 
 class RemoteCheckpoint:
@@ -109,8 +134,18 @@ class RemoteCheckpoint:
         self._ranks = workers.setup.trainer_ranks
         workers.make(SAVING, CheckpointShard, ranks=self._ranks)
 
+    def hold(self, step: int, roles: Sequence[str]) -> None:
+        """Copy the state of these engines on every rank, for the checkpoint of this step that will be begun."""
+        self.workers.call(SAVING, "hold", step, tuple(roles), ranks=self._ranks)
+
+    def drop(self) -> None:
+        """Nothing is to be begun with what is held."""
+        self.workers.call(SAVING, "drop", ranks=self._ranks)
+
     def begin(self, begun: Begun, roles: Sequence[str]) -> Path:
-        """Copy the state of these engines on every rank, to be written into a directory that has been begun."""
+        """Have the state of these engines, as it is held or else as it is, written into a directory that has been
+        begun.
+        """
         from docklands.train import checkpoint
 
         try:

@@ -23,7 +23,7 @@ from docklands.models.hf_write import write_directory
 from docklands.models.lora import first_values, merged
 from docklands.models.model import CausalLM, Trunk, ValueModel, initial
 from docklands.models.params import ParamTable, table_for
-from docklands.models.shard import Slot, Window, assemble, slots_of, stage_of
+from docklands.models.shard import Slices, Slot, Window, assemble, slots_of, stage_of
 from docklands.parallel import fsdp
 from docklands.parallel.collectives import all_gather
 from docklands.parallel.mesh import Mesh
@@ -114,10 +114,14 @@ class ShardedModel:
 
     def _write(self, name: str, target: Tensor, source: Any, region: Sequence[tuple[int, int]]) -> None:
         """Copy what this rank holds of a region of a whole parameter into a local tensor. `source`: tensor or file."""
-        found = fsdp.window(self._parameters[name].data)
-        local, window = fsdp.local(target), None if found is None else Window(*found)
-        for ours, theirs in self.slots[name].overlaps(self.mesh.coords, region, window):
+        local = fsdp.local(target)
+        for ours, theirs in self._overlaps(name, region):
             local[ours].copy_(source[theirs])
+
+    def _overlaps(self, name: str, region: Sequence[tuple[int, int]]) -> Iterator[tuple[Slices, Slices]]:
+        """(slices of the local tensor, of the region) that are the same elements."""
+        found = fsdp.window(self._parameters[name].data)
+        return self.slots[name].overlaps(self.mesh.coords, region, None if found is None else Window(*found))
 
     @torch.no_grad()
     def scatter(self, shards: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
@@ -157,12 +161,16 @@ class ShardedModel:
         found = tuple(source.get_shape())
         if found != shape:
             raise DataError(f"{files[hf_name]}: tensor {hf_name} has shape {found}, config.json says {shape}")
-        if self._block is not None and hf_name + SCALE in files:
-            ((_, source),) = hf_io.read_tensors(files, [hf_name], self._block)
         region = [(start, start + shape[0]), *((0, size) for size in shape[1:])]
         if spec.experts:
             expert, row = divmod(start, spec.shape[1])
             region = [(expert, expert + 1), (row, row + shape[0]), *region[1:]]
+        names = [name for name in names if any(True for _ in self._overlaps(name, region))]
+        if not names:  # of an expert that is elsewhere
+            return
+        if self._block is not None and hf_name + SCALE in files:
+            ((_, source),) = hf_io.read_tensors(files, [hf_name], self._block)
+        if spec.experts:
             source = _OfOneExpert(source)
         source = _Checked(source, files[hf_name], hf_name)
         for name in names:

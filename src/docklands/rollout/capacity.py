@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from docklands.config.schema import RolloutSection
 from docklands.core.protocols import Request
@@ -71,10 +73,12 @@ def cache_pages(
     config: ModelConfig,
     dtype: torch.dtype,
     agree: Callable[[int], int] = lambda pages: pages,
+    device: torch.device | str = "cpu",
 ) -> int:
     """Pages of the KV cache: as configured, or what max_batch of these requests need, within half of the free memory.
 
-    agree  what there is room for here -> what there is room for everywhere
+    agree   what there is room for here -> what there is room for everywhere
+    device  that the cache will be on
     RolloutError naming a request that does not fit alone.
     """
     size = section.kv_block_tokens
@@ -87,7 +91,7 @@ def cache_pages(
         wanted = sum(sorted(own, reverse=True)[: section.max_batch]) + sum(shared[: section.max_batch])
         spare = section.max_batch // 4 + 2  # headroom that admission keeps
         page_bytes = config.kv_bytes_per_token * dtype.itemsize * size
-        pages = agree(min(wanted + spare + 1, max(2, int(MEMORY_FRACTION * free_memory()) // page_bytes)))
+        pages = agree(min(wanted + spare + 1, max(2, int(MEMORY_FRACTION * free_memory(device)) // page_bytes)))
     for request, mine, shared_pages in zip(requests, own, prompt):
         if mine + shared_pages > pages - 1:
             raise RolloutError(
@@ -98,6 +102,14 @@ def cache_pages(
     return max(pages, 2)
 
 
-def free_memory() -> int:
-    """Bytes of host memory that can still be had, reclaimable caches included."""
-    return int(psutil.virtual_memory().available)
+def free_memory(device: torch.device | str = "cpu") -> int:
+    """Bytes that this process can still have: of the accelerator, what torch holds free included; of the host,
+    reclaimable caches included, its part among the ranks there (LOCAL_WORLD_SIZE, else all of the process group).
+    """
+    kind = torch.device(device).type
+    if kind != "cpu":
+        module = getattr(torch, kind)
+        unused = module.memory_reserved(device) - module.memory_allocated(device)
+        return int(module.mem_get_info(device)[0] + unused)
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return int(psutil.virtual_memory().available) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", world)))

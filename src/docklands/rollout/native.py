@@ -163,7 +163,7 @@ class NativeEngine(Visits):
                 raise RolloutError("generate without a complete set of weights", "call load_weights first")
             section = self._section
             check_requests(queue.sizing, self.config)
-            pages = cache_pages(queue.sizing, section, self._shape, self._dtype, self._agree)
+            pages = cache_pages(queue.sizing, section, self._shape, self._dtype, self._agree, self._device)
             if self._cache is None or self._cache.pages < pages:
                 self._cache = None  # free the old one first
                 self._cache = PagedCache(self._shape, pages, section.kv_block_tokens, self._dtype, self._device)

@@ -152,7 +152,8 @@ def cache_pages(config: ModelConfig, section: RolloutSection, longest: int, dtyp
     one = -(-longest // PAGE) + 1  # vLLM keeps a page for itself
     if section.kv_cache_tokens:
         return max(one, section.kv_cache_tokens // PAGE + 1)
-    room = int(MEMORY_FRACTION * free_memory()) // (config.kv_bytes_per_token * dtype.itemsize * PAGE)
+    free = free_memory(current_platform.device_type)
+    room = int(MEMORY_FRACTION * free) // (config.kv_bytes_per_token * dtype.itemsize * PAGE)
     return max(one, min(section.max_batch * one, room))
 
 

@@ -241,7 +241,7 @@ def forecast(config: Config, plan: MemoryPlan, case: Case) -> Forecast:
 
 def sequences_at_once(config: Config, plan: MemoryPlan, lengths: Lengths, layout: Layout) -> int:
     """Of a replica: what fits into the memory that the plan leaves, by the mean length (pages come as they fill)."""
-    weights = plan.phases[2].parts.get("generation", 0)
+    weights = plan.phases[-1].total - plan.phases[-1].parts.get("KV cache", 0)  # with what rests beside them
     each = kv_bytes_per_token(plan.model, layout) * plan.reshard.options.itemsize
     room = max(0, plan.capacity - weights) / each
     if config.rollout.kv_cache_tokens:

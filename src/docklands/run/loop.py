@@ -37,6 +37,7 @@ async def train(run: Run) -> None:
                 for minibatch in run.minibatches(rows):
                     for learner in run.learners(step):  # actor, and critic for PPO
                         metrics.merge(await fleet[learner.role].update(learner, minibatch))
+                await run.before_publish(step)  # a checkpoint's copy, while training state is on its device
                 await run.weights.publish(version=step + 1)  # resharding flow
                 await dock.retire(rows)  # frees slots: the next prompts are born fresh
                 await run.after_step(step, metrics)  # checkpoint, evaluate, sinks

@@ -106,11 +106,6 @@ def build_workers(config: Config, path: Path, device: str, run_dir: RunDir, gene
     if generates:
         check_transfer(config)
     if not config.has_workers:
-        if config.sync.swap != "none":
-            raise ConfigError(
-                f"sync.swap is {config.sync.swap}, but trainer and generator are one process",
-                "sync.swap: none, or worker processes: layout, or rollout.layout.dp=1",
-            )
         return None
     apart = config.fleet.placement == "disaggregated" and generates
     generation = generation_of(config, shape) if generates else layout
@@ -139,6 +134,11 @@ def check_placement(config: Config, generates: bool) -> None:
     if not generates and (apart or layout.spread or config.sync.swap != "none"):
         key = "fleet.placement" if apart else "rollout.layout" if layout.spread else "sync.swap"
         raise ConfigError(f"{key} is set, but algorithm {config.algorithm.name} generates nothing", "remove it")
+    if not config.has_workers and config.sync.swap != "none":
+        raise ConfigError(
+            f"sync.swap is {config.sync.swap}, but trainer and generator are one process",
+            "sync.swap: none, or worker processes: layout, or rollout.layout.dp=1",
+        )
 
 
 def build_carrier(config: Config, workers: int) -> Carrier:

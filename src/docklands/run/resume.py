@@ -37,8 +37,9 @@ async def save(run: Run, last: bool = False) -> Path | None:
 
     The flow (prompts, algorithm, dock) is read here, on the event loop, in one piece: nothing is admitted or handed out
     in between (by a dock in processes of its own: before its copy is made). Only the engines, which nothing changes
-    between two steps, are read on their device's thread. Engines in workers are copied then, and written beside the
-    next steps: `settle` waits for that. One that cannot be begun is told and counted then, and the run goes on (None).
+    between two steps, are read on their device's thread. Engines in workers have been copied (`hold`), or are copied
+    then, and are written beside the next steps: `settle` waits for that. One that cannot be begun is told and counted
+    then, and the run goes on (None).
 
     last  no other will be written: CheckpointError, as always where the engines are in this process
     """
@@ -58,8 +59,24 @@ async def save(run: Run, last: bool = False) -> Path | None:
         if last or run.saver is None:
             raise
         log.warning("%s (%s); the run goes on", error.message, error.hint)
+        await run.fleet["actor"].call("checkpoint", run.saver.drop)
         run.fleet["actor"].note({"checkpoint/failed": (1.0, 1.0)})
         return None
+
+
+async def hold(run: Run, step: int) -> None:
+    """Copy the engines in workers for the checkpoint of `step`, which `save` begins when the step is done. Before the
+    weights are published: afterwards all of it would have to come back to its device (sync.swap), and the generators'
+    weights would have to go and come once more.
+    """
+    if run.saver is not None:
+        await settle(run)
+        await run.fleet["actor"].call("checkpoint", run.saver.hold, step, roles_of(run))
+
+
+def roles_of(run: Run) -> list[str]:
+    """Whose state a checkpoint holds."""
+    return [name for name in ENGINES if name in run.fleet]
 
 
 async def settle(run: Run, last: bool = False) -> None:
@@ -98,8 +115,7 @@ async def save_despite(run: Run, error: BaseException) -> None:
 
 def write(run: Run, flow: dict[str, Any], files: Sequence[Path]) -> Path:
     """Engines, flow and the dock's files into a new checkpoint directory. NonFinite rather than weights with a NaN."""
-    root, keep = run.run_dir.checkpoints, run.config.checkpoint.keep
-    roles = [name for name in ENGINES if name in run.fleet]
+    root, keep, roles = run.run_dir.checkpoints, run.config.checkpoint.keep, roles_of(run)
     if run.saver is not None:
         return run.saver.begin(checkpoint.begin(root.resolve(), run.step, {"flow": flow}, keep, files), roles)
     states = {name: run.fleet[name].resource.state_dict() for name in roles}
@@ -128,7 +144,7 @@ async def load_latest(run: Run) -> int:
 
 async def load(run: Run, path: Path) -> None:
     """Raises CheckpointError when a part is missing or damaged, ConfigError when it does not fit this run."""
-    roles = [name for name in ENGINES if name in run.fleet]
+    roles = roles_of(run)
     if "critic" in roles and "critic" not in sharded_checkpoint.roles_in(path):
         raise ConfigError(
             f"{path} has no critic: another algorithm than {run.config.algorithm.name} saved it",

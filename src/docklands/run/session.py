@@ -143,6 +143,11 @@ class Run:
         if self.config.eval.before and self.step == 0:
             await self.evaluate(0)
 
+    async def before_publish(self, step: int) -> None:
+        """What a checkpoint of this step needs of the trainers' devices is copied while it is on them."""
+        if self.checkpoint_due(step + 1):
+            await resume.hold(self, step + 1)
+
     async def after_step(self, step: int, metrics: Metrics) -> None:
         """Everything that looks at a finished step: counts, sinks, samples, checkpoint, evaluation."""
         self.step = step + 1
@@ -158,7 +163,8 @@ class Run:
         last = self.step == self.config.run.steps
         if "checkpoint/failed" in known:
             await resume.settle(self)
-        await self.checkpoint_if_due(last)
+        if self.checkpoint_due(self.step):
+            await resume.save(self, last)
         every = self.config.eval.every_steps
         if (every and self.step % every == 0 and not last) or (last and self.config.eval.after):
             await self.evaluate(self.step)
@@ -166,14 +172,15 @@ class Run:
 
     async def end_early(self) -> None:
         """What the last step would have done: the prompts ended before it."""
-        await self.checkpoint_if_due(last=True)
+        if self.checkpoint_due(self.step, last=True):
+            await resume.save(self, last=True)
         if self.config.eval.after:
             await self.evaluate(self.step)
 
-    async def checkpoint_if_due(self, last: bool) -> None:
+    def checkpoint_due(self, step: int, last: bool = False) -> bool:
+        """Whether one is saved when `step` steps are done; the last is the last that was asked for, or is told."""
         every, at_end = self.config.checkpoint.every_steps, self.config.checkpoint.at_end
-        if (every and self.step % every == 0) or (last and at_end):
-            await resume.save(self, last)
+        return bool(every and step % every == 0) or (at_end and (last or step == self.config.run.steps))
 
     async def evaluate(self, step: int) -> None:
         """Generate and score the held-out prompts; one record in evals.jsonl."""

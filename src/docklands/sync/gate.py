@@ -10,6 +10,7 @@ places, both the last of their words, but for 2^-14.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from docklands.errors import GateFailed, VersionMismatch
+from docklands.errors import GateFailed, SyncError, VersionMismatch
 from docklands.obs.spans import span
 from docklands.sync.boxes import Block, Box, blocks_of, stage_ranks
 from docklands.sync.plan import Plan
@@ -104,8 +105,7 @@ class Gate:
                         values = self._as_held(name, block.box, values)
                         sums[index] += checksum(values, block.box, self.plan.table.by_name(name).shape)
             mine = np.array([value % MODULUS for value in sums], np.uint64)
-            gathered: list[Any] = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(gathered, mine, group=self._group)
+            gathered = gather(mine, self._group, "gate: checksums of what trainers send")
             total = np.stack(gathered).sum(0, dtype=np.uint64).tolist()
         return dict(zip(names, total))
 
@@ -141,8 +141,7 @@ class Gate:
         """
         with span("gate/check", version=version):
             mine = {name: self._sums(name, part.blocks, target[part.name]) for name, part in self.script.target.items()}
-            answers: list[Any] = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(answers, (held, mine), group=self._group)
+            answers = gather((held, mine), self._group, f"gate: checksums of version {version} as generators hold it")
         first = self.plan.first_generator
         generators = range(first, first + self.plan.target.world_size)
         stale = {device: answers[device][0] for device in generators if answers[device][0] != version}
@@ -181,6 +180,20 @@ class Gate:
                 odd = {device for found, value in zip(disputed, right) for device, v in found.items() if v != value}
                 return f"{name} on {_listed(odd)}"
         return f"{name} (on several devices)"
+
+
+def gather(mine: Any, group: Any, what: str) -> list[Any]:
+    """What every rank of the group has, by rank. SyncError when one is lost, or does not take part in time."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(found, mine, group=group)
+    except RuntimeError as error:
+        reason = re.sub(r"^\[\S*\]\s*", "", str(error).strip().splitlines()[-1])[:120]  # without torch's file
+        raise SyncError(
+            f"{what}: a device is lost, or late, as device {dist.get_rank(group)} hears ({reason})",
+            "are the processes of all devices alive? their logs say",
+        ) from error
+    return found
 
 
 def _listed(devices: Iterable[int]) -> str:

@@ -3,8 +3,9 @@
 Legend: none.
 
     training    weights, gradients, optimizer state on the device
-    -> generation: gradients and optimizer state go down; weights are resharded bucket by bucket, each training tensor
-                   going down as soon as it is not read any more; the gate checks what generators hold
+    -> generation: gradients, optimizer state (masters beside 16-bit weights, too) and other roles' weights go down;
+                   the policy's are resharded bucket by bucket, each training tensor going down as soon as it is not
+                   read any more; the gate checks what generators hold
     generation  generation weights only: the rest of the device is the KV cache's
     -> training:   generation weights are dropped (their tensors stay, emptied), training state comes back, begun by
                    `prefetch` while other stages still run
@@ -50,7 +51,8 @@ class Handover:
     ) -> dict[str, Tensor]:
         """Publish `version`; returns this device's generation weights by local name, the same tensors each time.
 
-        weights, gradients, optimizer  local tensors that leave the device; weights by local name
+        weights, gradients, optimizer  local tensors that leave the device; weights by local name, those of other
+                                       roles than the policy as `role/name`
         adopt  given the weights and the version, makes the generator hold them; -> the version that it says it has
         Raises SyncError, VersionMismatch, GateFailed.
         """
@@ -59,6 +61,9 @@ class Handover:
             self.tiers.register("optimizer", optimizer)
             self.tiers.register("weights", weights)
             self.tiers.swap_out(*STATE)
+            for name in weights:
+                if "/" in name:  # of another role: no generator reads it
+                    self._let_go(name)
             given = self.published(weights)
             self.resharder.prepare(given)
             published = self.gate.publish(given) if self.gate else {}

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import errno
+import logging
 import os
 import sys
 import tempfile
@@ -24,10 +26,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from docklands.errors import SyncError
 from docklands.obs.spans import span
+
+log = logging.getLogger(__name__)
 
 Kind = Literal["weights", "gradients", "optimizer"]
 HISTORY = 10_000
@@ -76,12 +80,19 @@ class Lower(Protocol):
 
 
 class FileTier:
-    """Storages in a file without a name, in `folder` (not one in memory, such as /dev/shm). CPU tensors."""
+    """Storages in a file without a name, in `folder`. One in memory, such as /dev/shm, frees nothing: a warning
+    says so. CPU tensors.
+    """
 
     name = "disk"
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._file = tempfile.TemporaryFile(prefix="docklands-tier-", dir=folder)
+        if file_system(os.fstat(self._file.fileno()).st_dev) in ("tmpfs", "ramfs"):
+            place = folder or tempfile.gettempdir()
+            log.warning(
+                "swapping to %s frees no memory: it is in memory itself; set TMPDIR to a folder on a disk", place
+            )
         self._places: dict[int, tuple[int, int]] = {}
         self._free: list[tuple[int, int]] = []
         self._end = 0
@@ -102,7 +113,10 @@ class FileTier:
             try:
                 moved = call(self._file.fileno(), view[done:], place + done)
             except OSError as error:
-                raise SyncError(f"swapping memory to disk: {error.strerror}", "is the folder's disk full?") from error
+                hint = (
+                    "free some of the disk of TMPDIR, or set TMPDIR to another" if error.errno == errno.ENOSPC else ""
+                )
+                raise SyncError(f"swapping memory to disk: {error.strerror}", hint) from error
             if moved == 0:
                 raise SyncError("swapping memory back from disk: the file ended early", "was it cut by someone?")
             done += moved
@@ -185,21 +199,6 @@ def is_resident(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or tensor.untyped_storage().nbytes() >= last * tensor.element_size()
 
 
-def guard(module: nn.Module) -> None:
-    """From now on, a forward pass of `module`, or of a module in it, is refused while its own parameters are away."""
-
-    def check(inner: nn.Module, _: Any) -> None:
-        for name, parameter in inner.named_parameters(recurse=False):
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # type: ignore[operator]
-            if not is_resident(local):
-                raise SyncError(
-                    f"{type(inner).__name__}.{name} {tuple(parameter.shape)} is swapped out", "swap_in before use"
-                )
-
-    for inner in module.modules():
-        inner.register_forward_pre_hook(check)
-
-
 class MemoryTiers:
     """Swaps registered tensors between their device and the lower tier.
 
@@ -207,7 +206,7 @@ class MemoryTiers:
     """
 
     def __init__(self, device: str = "cpu", folder: str | Path | None = None, lower: Lower | None = None) -> None:
-        on_cpu = torch.device(device).type == "cpu"
+        on_cpu, self._device = torch.device(device).type == "cpu", device
         self.lower: Lower = lower or (FileTier(folder) if on_cpu else PinnedTier(device))
         self.ledger = Ledger()
         self._parts: dict[Kind, list[_Part]] = {"weights": [], "gradients": [], "optimizer": []}
@@ -246,13 +245,6 @@ class MemoryTiers:
         """Whether all of it is on the device."""
         return all(part.here for kind in kinds for part in self._parts[kind])
 
-    def check(self, *kinds: Kind) -> None:
-        """SyncError that names what is away: call at every entry that reads."""
-        for kind in kinds:
-            for part in self._parts[kind]:
-                if not part.here:
-                    raise SyncError(f"{kind} {part.name} ({part.size} bytes) is swapped out", "swap_in before use")
-
     def swap_out(self, *kinds: Kind) -> int:
         """Down; returns the bytes that the device got back."""
         freed = 0
@@ -260,7 +252,7 @@ class MemoryTiers:
             self._settle(kind)
             with span("memory/swap_out", kind=kind) as attributes:
                 size = sum(self._down(part) for part in self._parts[kind] if part.here)
-                give_back()
+                give_back(self._device)
                 attributes |= {"bytes": size, **self._levels()}
             freed += size
         return freed
@@ -337,8 +329,21 @@ class MemoryTiers:
         self.lower.close()
 
 
-def give_back() -> None:
-    """Return freed memory to the system: glibc keeps small blocks otherwise."""
+def file_system(device: int) -> str:
+    """Type of the file system of a device number (st_dev), "" where Linux does not say."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    return next((line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == wanted), "")
+
+
+def give_back(device: str = "cpu") -> None:
+    """Return freed memory to the system: torch keeps an accelerator's blocks otherwise, glibc small ones."""
+    kind = torch.device(device).type
+    if kind != "cpu":
+        getattr(torch, kind).empty_cache()
     if sys.platform == "linux":
         try:
             ctypes.CDLL(None).malloc_trim(0)

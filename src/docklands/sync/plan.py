@@ -16,6 +16,7 @@ Three methods, same result:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -89,9 +90,14 @@ class Family:
         kept = np.flatnonzero(boxes[:, 0, 0] < boxes[:, 0, 1])
         return kept, boxes[kept]
 
-    def bytes_of(self, devices: int, index: int = 0, parts: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """(sent, received) int64 [devices] between devices, by one of the names."""
+    def bytes_of(
+        self, devices: int, index: int = 0, parts: int = 1, hop: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(sent, received) int64 [devices] between devices, by one of the names; in one hop, or in all."""
         kept, boxes = self.part(index, parts)
+        if hop is not None:
+            chosen = self.hop[kept] == hop
+            kept, boxes = kept[chosen], boxes[chosen]
         sizes = np.prod(boxes[:, :, 1] - boxes[:, :, 0], axis=1) * self.wire
         source, target = self.source[kept], self.target[kept]
         away = source != target
@@ -147,6 +153,20 @@ class Plan:
     def steps(self) -> int:
         """Exchanges, one after the other: bucket b makes its hop h in step b + h."""
         return len(self.buckets) + self.hops - 1
+
+    def step_bytes(self) -> np.ndarray:
+        """Sent and received bytes of each exchange, int64 [steps, devices]: step s makes hop h of bucket s - h."""
+        found = np.zeros((self.steps, self.devices), np.int64)
+        if self.hops == 1:
+            return found + [bucket.sent + bucket.received for bucket in self.buckets]
+        known: dict[tuple[int, int, int, int], np.ndarray] = {}
+        for number, bucket in enumerate(self.buckets):
+            for item, hop in itertools.product(bucket.items, range(self.hops)):
+                key = (self._where[item.name], item.index, item.parts, hop)
+                if key not in known:
+                    known[key] = np.add(*self.families[key[0]].bytes_of(self.devices, *key[1:]))
+                found[number + hop] += known[key]
+        return found
 
     @property
     def scale_bytes(self) -> int:
@@ -292,10 +312,15 @@ def _overlaps(have: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def _check_cover(
     specs: Sequence[ParamSpec], have: Sequence[Box], want: Sequence[Box], sizes: np.ndarray, j: np.ndarray
 ) -> None:
-    """Every element has one source box, and every wanted one is found once. Cannot fail for a sound layout."""
+    """Every element has one source box, and every wanted one is found once. Cannot fail for a sound layout.
+
+    Boxes that lie inside, apart from each other, and are as many elements as the whole, fill it.
+    """
     names = specs[0].name + (f" (and {len(specs) - 1} more)" if len(specs) > 1 else "")
     held, whole = sum(volume(box) for box in have), volume(tuple((0, size) for size in specs[0].shape))
-    if held != whole:
+    edges = np.array(have, np.int64)
+    inside = bool((edges[:, :, 0] >= 0).all() and (edges[:, :, 1] <= specs[0].shape).all())
+    if held != whole or not inside or len(_overlaps(edges, edges)[2]) > len(have):
         raise MissingWeight(f"{names}: trainers hold {held} of {whole} elements", "a layout with a gap or an overlap")
     found = np.zeros(len(want), np.int64)
     np.add.at(found, j, sizes)

@@ -20,7 +20,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from docklands.config.layouts import SyncSection
@@ -29,7 +28,7 @@ from docklands.models.adapters import is_adapter
 from docklands.models.config import ModelConfig
 from docklands.obs.spans import span
 from docklands.parallel.layout import Layout
-from docklands.sync.gate import Gate, check_probe
+from docklands.sync.gate import Gate, check_probe, gather
 from docklands.sync.handover import Handover
 from docklands.sync.memory import Kind, MemoryTiers
 from docklands.sync.plan import MIB, Options, Plan, plan_reshard
@@ -148,7 +147,6 @@ class Publisher:
             self._handover = Handover(self.resharder, self.tiers, self.gate, self._given)
         self._weights: dict[str, Tensor] | None = None
         self._generates = self._away = False  # the device is generation's; training state is elsewhere
-        self._published = 0
         self.version = -1
 
     def take(self, route: Route) -> None:
@@ -158,12 +156,12 @@ class Publisher:
         self.resharder = self._mover(plan)
         self.gate = Gate(plan, self.resharder.as_held, route.group) if self.section.gate else None
         self.adapters: Resharder | None = None  # used from the second publish on this route
-        self._based = False
+        self._based, self._first = False, True
 
     def forget(self) -> None:
-        """Let go of the process group, until `take` brings another."""
+        """Let go of the process group, until `take` brings another; also after one that failed."""
         self.route = replace(self.route, group=None)
-        del self.resharder
+        self.__dict__.pop("resharder", None)
         self.gate = self.adapters = None
 
     # --- the loop's calls -------------------------------------------------------------------------------------
@@ -173,14 +171,12 @@ class Publisher:
 
         Raises SyncError on every rank: MissingWeight, ShapeMismatch, VersionMismatch, GateFailed.
         """
-        every = self.section.probe_every
-        probed = bool(every) and self._published % every == 0
+        probed = self._probes(version)
         sequences = probe_sequences(self.route.model.vocab_size) if probed else []
         self.for_training()
         trainer_T = self.trainer.probe(sequences) if probed and self.trainer is not None else None
         self.version = version
         self._to_generation()
-        self._published += 1
         counts = self._moved
         found = {
             "reshard/bytes_received": (float(counts.received + counts.scales), 1.0),
@@ -224,6 +220,15 @@ class Publisher:
             self.tiers.close()
 
     # --- parts ------------------------------------------------------------------------------------------------
+
+    def _probes(self, version: int) -> bool:
+        """Whether this publish ends with the probe: every rank says the same, whenever it has come. The first on a
+        route has generators that are new; without `probe_every` it matters where they keep weights of their own.
+        """
+        every, first, self._first = self.section.probe_every, self._first, False
+        if every or not first:
+            return bool(every) and (first or version % every == 0)
+        return any(gather(getattr(self.generator, "copies", False), self.route.group, "probe: who keeps copies"))
 
     def _end_generation(self) -> None:
         self._generates = False
@@ -296,8 +301,7 @@ class Publisher:
     def _compare(self, sequences: Sequence[Sequence[int]], trainer_T: Tensor | None) -> float:
         """Largest difference of the probe's log-probs over all generators, the same on every rank. GateFailed."""
         generator_T = self.generator.score(sequences, self.route.temperature) if self.generator is not None else None
-        found: list[Any] = [None] * dist.get_world_size(self.route.group)
-        dist.all_gather_object(found, (trainer_T, generator_T), group=self.route.group)
+        found = gather((trainer_T, generator_T), self.route.group, f"probe: log-probs of version {self.version}")
         expected_T = next(trainer for trainer, _ in found if trainer is not None)
         usual = QUANTIZED_TOLERANCE if self.section.quantized else TOLERANCE[self.route.dtype]
         tolerance = self.section.probe_tolerance or usual

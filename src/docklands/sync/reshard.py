@@ -8,6 +8,7 @@ unpacks what arrives. The messages of the next step are on their way while those
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -30,8 +31,9 @@ from docklands.sync.script import Received, Script, Sent, Step, aligned, by_peer
 
 @dataclass
 class Counts:
-    """What a run of a plan did on this device: bytes sent, received, copied within; most bytes held at once. scales:
-    bytes of block scales, which come beside what is received.
+    """What a run of a plan did on this device: bytes sent, received, copied within; most bytes held at once (the
+    trainer's tensors, in their own dtype, for as long as they stay; the generator's; messages). scales: bytes of block
+    scales, which come beside what is received.
     """
 
     sent: int = 0
@@ -116,8 +118,8 @@ class Resharder:
         source    local tensors of the trainer by local name (fp32 masters are cast on the way); {} where none trains
         target    buffers to fill, with storage or emptied (resize_(0)); None: made one by one, as emptied ones are
                   filled again, when their first bucket comes
-        released  called with a trainer's local name when its tensor is not read any more: it may be swapped out, or
-                  deleted from `source`
+        released  called with a trainer's local name when its tensor is not read any more: it is swapped out, or deleted
+                  from `source`; None: all of them stay, and count to the end
         Raises MissingWeight, ShapeMismatch; SyncError that names the peer which did not answer in time.
         """
         began = time.perf_counter()
@@ -126,18 +128,19 @@ class Resharder:
         if self.quantizer is not None and not self.quantizer.scales:
             self.prepare(source)
         self.counts = Counts(scales=self.plan.scale_bytes)
-        held = self.plan.scale_bytes + sum(self.script.source[name].bytes for name in sources)
+        leaving = {name: math.prod(tensor.shape) * tensor.dtype.itemsize for name, tensor in sources.items()}
         room = self.script.room()
         self._arenas = [torch.empty(room, dtype=torch.uint8, device=self.device) for _ in range(2)]
         self._account("messages", 2 * room + self.plan.scale_bytes)
         results: dict[str, Tensor] = {} if made is None else made
+        held = self.plan.scale_bytes + sum(leaving.values())
+        held += sum(self.script.target[n].bytes for n, t in results.items() if t.untyped_storage().nbytes())
         steps = self.script.steps
         with span("reshard/" + self.plan.options.method, steps=len(steps)) as attributes:
             flight = self._post(0, steps[0], sources, results)
             for number, step in enumerate(steps):
                 for name in step.begins:
-                    self._make(name, results)
-                    held += self.script.target[name].bytes
+                    held += self._make(name, results)
                 self.counts.peak = max(self.counts.peak, held + 2 * room)
                 following = steps[number + 1] if number + 1 < len(steps) else None
                 early = following is not None and not any(part.handed_on for part in following.sent)
@@ -146,8 +149,8 @@ class Resharder:
                 self._finish(flight, step, results)
                 for name in step.ends:
                     del sources[name]  # the caller may have let go of it
-                    held -= self.script.source[name].bytes
                     if released is not None:
+                        held -= leaving[name]
                         released(self.script.source[name].name)
                 if following is not None:
                     flight = ahead or self._post(number + 1, following, sources, results)
@@ -159,16 +162,17 @@ class Resharder:
             attributes |= vars(self.counts)
         return {self.script.target[name].name: tensor for name, tensor in results.items()}
 
-    def _make(self, name: str, results: dict[str, Tensor]) -> None:
-        """The generator's tensor, now that its first bucket comes."""
+    def _make(self, name: str, results: dict[str, Tensor]) -> int:
+        """The generator's tensor, now that its first bucket comes. -> bytes taken for it, none where it has them"""
         held = self.script.target[name]
         if name not in results:
             results[name] = torch.empty(held.shape, dtype=self.dtype_of(name), device=self.device)
         elif results[name].untyped_storage().nbytes():
-            return
+            return 0
         else:
             results[name].untyped_storage().resize_(held.bytes)
         self._account("generation", held.bytes)
+        return held.bytes
 
     def _account(self, kind: str, size: int) -> None:
         if self._ledger is not None:

@@ -177,11 +177,12 @@ class Script:
         messages = (part for parts in (step.received, step.sent) for part in by_peer(parts).values())
         return sum(aligned(self._bytes(parts)) for parts in messages)
 
-    def peak(self, ahead: int = 1, master: int = 0) -> Peak:
+    def peak(self, ahead: int = 1, master: int = 0, stays: bool = False) -> Peak:
         """When a trainer's tensor leaves after its last use, and a generator's is made at its first.
 
         ahead   steps whose messages are under way beside those of the one that is unpacked
         master  bytes of an element in training, where it is not that of generation
+        stays   the trainer's tensors do not leave: nothing is swapped
         """
         trained = {n: h.bytes // h.itemsize * (master or h.itemsize) for n, h in self.source.items()}
         messages = (1 + ahead) * self.room() + self.plan.scale_bytes
@@ -191,5 +192,5 @@ class Script:
             target += sum(self.target[name].bytes for name in step.begins)
             now = Peak(number, source, target, messages)
             worst = max(worst, now, key=lambda peak: peak.total)
-            source -= sum(trained[name] for name in step.ends)
+            source -= 0 if stays else sum(trained[name] for name in step.ends)
         return worst

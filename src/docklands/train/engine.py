@@ -29,7 +29,7 @@ from docklands.kernels.prefix_attention import PrefixAttention
 from docklands.models import CausalLM, ValueModel
 from docklands.models.lora import adapters_of, freeze_base, merged
 from docklands.obs.metrics import Metrics
-from docklands.train.microbatch import Layout, lay_out, plan_microbatches
+from docklands.train.microbatch import Layout, check_ids, lay_out, plan_microbatches
 from docklands.train.offload import install, reset, saver_metrics, update_metrics
 from docklands.train.optim import Optimizer, copy_named
 from docklands.train.routers import Routers, begin_alone
@@ -115,6 +115,7 @@ class TrainEngine:
         return whole
 
     def _plan(self, batch: Batch) -> list[Any]:
+        check_ids(batch, self.model.config.vocab_size)
         return plan_microbatches(batch, self.section.tokens_per_microbatch, self.section.share_prefix)
 
     def _forward(self, layout: Layout, tokens: int, entropy: bool = False) -> ModelOutput:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from docklands.core.batch import Batch
 from docklands.core.fields import GROUP_ID, LOSS_MASK, TOKEN_IDS, routes_in
-from docklands.errors import TrainError
+from docklands.errors import DataError, TrainError
 from docklands.kernels.prefix_attention import Group
 
 
@@ -58,6 +58,22 @@ class Inputs:
         """What a row feeds to the model, each array [tokens] or [tokens, L, k]."""
         start, length = self.offsets[row], self.lengths[row]
         return [self.tokens[row], *([] if self.routes_TLk is None else [self.routes_TLk[start : start + length]])]
+
+
+def check_ids(batch: Batch, vocabulary: int) -> None:
+    """DataError when a token id is not among the model's: ranks that hold parts of the vocabulary would take it for one
+    of another rank's, all of them.
+    """
+    ids = batch[TOKEN_IDS]
+    values = ids.values.numpy()
+    if not len(values) or (int(values.min()) >= 0 and int(values.max()) < vocabulary):
+        return
+    at = int(np.flatnonzero((values < 0) | (values >= vocabulary))[0])
+    row = int(batch.row_ids[int(np.searchsorted(ids.offsets, at, side="right")) - 1])
+    raise DataError(
+        f"row {row}: token id {int(values[at])} is not among the model's {vocabulary}",
+        "is the tokenizer this model's? see model.path and data.tokenizer",
+    )
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class TrainState:
     """The training state of this process.
 
     policy  whose weights are published
-    others  by role: what else is on the device (a frozen reference, a critic)
+    others  by role: what else is on the device (a frozen reference, a critic); their tensors are `role/name`
     """
 
     def __init__(self, policy: TrainEngine, others: Mapping[str, TrainEngine] | None = None) -> None:
@@ -57,7 +57,7 @@ class TrainState:
 
 
 def resident(engine: TrainEngine) -> Resident:
-    """Of one engine, by kind and name."""
+    """Of one engine, by kind and name. Masters beside 16-bit weights are the optimizer's: only an update reads them."""
     sharded = isinstance(engine, ShardedEngine)
     named = engine.sharded.parameters() if sharded else dict(engine.model.named_parameters())
     found: Resident = {
@@ -67,10 +67,10 @@ def resident(engine: TrainEngine) -> Resident:
     }
     optimizer = engine.optimizer
     if optimizer is not None:
-        masters = {f"master/{name}": master.detach() for name, master in optimizer.masters.items()}
-        found["weights"] |= masters
+        weights, masters = found["weights"], optimizer.masters.items()
+        found["optimizer"] = {f"master/{n}": m.detach() for n, m in masters if m.dtype != weights[n].dtype}
         found["gradients"] = {name: fsdp.local(grad) for name, grad in optimizer.gradients().items()}
         if optimizer.resting.lower is None:
             pairs = optimizer.resting.all().items()
-            found["optimizer"] = {f"{name}/{i}": moment for name, pair in pairs for i, moment in enumerate(pair)}
+            found["optimizer"] |= {f"{name}/{i}": moment for name, pair in pairs for i, moment in enumerate(pair)}
     return found

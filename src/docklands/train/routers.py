@@ -115,7 +115,9 @@ class Routers:
         self._whole = whole if whole[1] else None
 
     def _recorded(self, rows_S: Tensor, routes_SLk: Tensor | None) -> tuple[Tensor, int] | None:
-        """(load [L, E], tokens) by the recorded choices; None when one is missing."""
+        """(load [L, E], tokens) by the recorded choices; None when one is missing; an idle pass has none."""
+        if not bool((rows_S > 0).any()):
+            return torch.zeros_like(self.load_LE), 0
         if routes_SLk is None or not self.section.replay_routes or bool((routes_SLk[rows_S > 0] < 0).any()):
             return None
         counted = rows_S > 0

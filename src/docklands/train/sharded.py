@@ -32,11 +32,12 @@ from docklands.models import CausalLM, ValueModel
 from docklands.models.lora import freeze_base
 from docklands.models.sharded import ShardedModel
 from docklands.obs.metrics import Metrics
+from docklands.parallel import fsdp
 from docklands.parallel.collectives import all_gather, all_reduce
 from docklands.parallel.mesh import Mesh
 from docklands.parallel.pipeline import Pipeline
 from docklands.train.engine import SumCount, TrainEngine, spread
-from docklands.train.microbatch import Layout, lay_out, plan_microbatches
+from docklands.train.microbatch import Layout, check_ids, lay_out, plan_microbatches
 from docklands.train.offload import install, reset, saver_metrics, update_metrics
 from docklands.train.routers import Routers
 from docklands.train.sharded_optim import ShardedOptimizer
@@ -119,8 +120,7 @@ class ShardedEngine(TrainEngine):
         else:
             freeze_base(model.parameters(), None if gathers else dtype)
             self.optimizer = ShardedOptimizer(model, optim, total_updates)
-            if not gathers:
-                self.optimizer.compute_in(dtype)
+            self.optimizer.compute_in(dtype)
 
     @property
     def device(self) -> torch.device:
@@ -132,6 +132,7 @@ class ShardedEngine(TrainEngine):
         return self.section.share_prefix and not (self.mesh.cp and self.mesh.layout.context == "ring")
 
     def _plan(self, batch: Batch) -> list[Any]:
+        check_ids(batch, self.sharded.config.vocab_size)
         return plan_microbatches(batch, self.section.tokens_per_microbatch, self._share_prefix)
 
     # --- work -------------------------------------------------------------------------------------------------
@@ -311,7 +312,10 @@ class ShardedEngine(TrainEngine):
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) of every parameter as the forward pass uses it, gathered one at a time on every rank."""
-        return self.sharded.whole({name: p.detach() for name, p in self.sharded.parameters().items()})
+        own = {name: p.detach() for name, p in self.sharded.parameters().items()}
+        if self.mesh.layout.fsdp > 1:  # all in fp32, not only what is sharded
+            own |= {name: master for name, master in self.masters().items() if fsdp.window(own[name]) is None}
+        return self.sharded.whole(own)
 
     def masters(self) -> dict[str, Tensor]:
         """fp32 shards of this rank's that are trained, by name (the live ones); of a frozen engine, all."""

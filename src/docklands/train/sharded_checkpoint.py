@@ -33,7 +33,7 @@ from docklands.errors import CheckpointError
 from docklands.obs.spans import span
 from docklands.train import checkpoint
 from docklands.train.engine import TrainEngine
-from docklands.train.sharded_state import Regions, counts_of, names_of, regions_of
+from docklands.train.sharded_state import Regions, counts_of, names_of, put_back, regions_of
 
 FOLDER, COUNTS = "engines", "counts.json"
 
@@ -155,6 +155,9 @@ class Saving:
 
 # --- reading ------------------------------------------------------------------------------------------------------
 
+Found = tuple[dict[str, Any], Callable[[], None]]
+"""Of one role, and checked: what is not a tensor, and what reads the tensors."""
+
 
 def roles_in(path: Path) -> set[str]:
     """Whose state a complete checkpoint holds."""
@@ -183,17 +186,26 @@ def files_of(path: Path, role: str) -> list[str]:
 def load(path: Path | str, engines: Engines, group: Group = None) -> None:
     """Take weights, moments and counts from a checkpoint of any layout, all ranks of `group` together.
 
-    CheckpointError, on every rank alike; nothing is changed when a part is missing or of another model.
+    CheckpointError, on every rank alike; no role is changed when a part of one is missing or of another model.
     """
     path = Path(path)
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     (files, *_) = together(group, lambda: sorted({f for role in engines for f in files_of(path, role)}), str(path))
     mine = files[rank::ranks]  # each rank looks at its share of the files
     together(group, lambda: checkpoint.verify(path, mine), f"{path} cannot be loaded")
+    states = {role: regions_of(engine, role) for role, engine in engines.items()}
+    found: dict[str, Found] = {}
+
+    def look() -> None:
+        for role, engine in engines.items():
+            find = _whole if is_whole(path, role) else _shards
+            found[role] = find(path, role, engine, states[role])
+
+    together(group, look, f"{path} cannot be loaded")
     for role, engine in engines.items():
-        state = regions_of(engine, role)
-        read = _whole if is_whole(path, role) else _shards
-        (counts, *_) = together(group, lambda: read(path, role, engine, state), f"{path} cannot be loaded")  # noqa: B023
+        counts, read = found[role]
+        together(group, read, f"{path} cannot be loaded")
+        put_back(engine, role, states[role])
         engine.version = int(counts["version"])
         if engine.optimizer is not None:
             engine.notes = engine.optimizer.load_counts(counts["optimizer"])
@@ -202,8 +214,8 @@ def load(path: Path | str, engines: Engines, group: Group = None) -> None:
             engine.routers.forget()
 
 
-def _shards(path: Path, role: str, engine: TrainEngine, state: dict[str, Regions]) -> dict[str, Any]:
-    """Every rank reads what it needs. -> what is not a tensor."""
+def _shards(path: Path, role: str, engine: TrainEngine, state: dict[str, Regions]) -> Found:
+    """Every rank reads what it needs."""
     counts = json.loads((path / COUNTS).read_text(encoding="utf-8"))[role]
     reader = FileSystemReader(path / FOLDER)
     index = reader.read_metadata()
@@ -217,20 +229,22 @@ def _shards(path: Path, role: str, engine: TrainEngine, state: dict[str, Regions
     planner.set_up_planner(state, index, True)
     reader.set_up_storage_reader(index, True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    reader.read_data(plan, planner).wait()
-    return counts
+    return counts, lambda: reader.read_data(plan, planner).wait()
 
 
-def _whole(path: Path, role: str, engine: TrainEngine, state: dict[str, Regions]) -> dict[str, Any]:
+def _whole(path: Path, role: str, engine: TrainEngine, state: dict[str, Regions]) -> Found:
     """The same, of what one process wrote."""
     found = checkpoint.load(path, role, mapped=True)
     optimizer = found.pop("optimizer", {})
     kinds = {"weights": found["model"], **{kind: optimizer.pop(kind, {}) for kind in ("exp_avg", "exp_avg_sq")}}
     saved = {f"{role}/{kind}/{name}": tensor for kind, named in kinds.items() for name, tensor in named.items()}
     check(path, role, engine, {name: tuple(tensor.shape) for name, tensor in saved.items()}, state)
-    for name, regions in state.items():
-        regions.take(saved[name])
-    return {"version": found.get("version", 0), "optimizer": optimizer}
+
+    def read() -> None:
+        for name, regions in state.items():
+            regions.take(saved[name])
+
+    return {"version": found.get("version", 0), "optimizer": optimizer}, read
 
 
 def check(

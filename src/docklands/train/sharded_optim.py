@@ -43,6 +43,12 @@ class ShardedOptimizer(Optimizer):
     def local(self, tensor: Tensor) -> Tensor:
         return fsdp.local(tensor)
 
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """As there, but for what FSDP shards, which it copies itself: under FSDP, experts that it leaves alone."""
+        for name, parameter in self.parameters.items():
+            if self.masters[name].dim() >= 2 and parameter.dtype != dtype and fsdp.window(parameter.data) is None:
+                parameter.data = self.masters[name].to(dtype)
+
     def clear(self) -> None:
         super().clear()
         self.made = self._reduced = False

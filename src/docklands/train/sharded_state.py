@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -70,32 +70,60 @@ def regions_of(engine: TrainEngine, role: str, copy: bool = False) -> dict[str, 
 
     Names are those of whole parameters; a tied head goes by its embedding's.
 
-    copy  of the tensors, on the CPU: training may go on
+    copy  of the tensors, on the CPU: training may go on. Moments that rest in a lower tier are copies in any case, made
+          one parameter at a time; what is loaded into them goes back by `put_back`
     """
     sharded = engine.sharded if isinstance(engine, ShardedEngine) else None
     parameters = sharded.parameters() if sharded else dict(engine.model.named_parameters())
-    masters, optimizer = engine.masters(), engine.optimizer
-    moments = optimizer.moments if optimizer else {}
     state: dict[str, Regions] = {}
-    for name, master in masters.items():
-        parameter, kinds = parameters[name], {"weights": master}
-        if parameter.requires_grad and name in moments:
-            kinds |= zip(MOMENTS, moments[name], strict=True)
-        slot = sharded.slots[name] if sharded else None
-        stored = slot.spec.name if slot else name
-        for kind, tensor in kinds.items():
-            local = fsdp.local(tensor).detach()
-            local = local.to("cpu", copy=True) if copy else local
-            if slot is None:
-                state[f"{role}/{kind}/{stored}"] = Regions.whole(local)
-                continue
-            found, shape = fsdp.window(parameter.data), slot.spec.shape
-            window = None if found is None else Window(*found)
-            pairs = slot.overlaps(engine.mesh.coords, [(0, size) for size in shape], window)  # type: ignore[attr-defined]
-            state[f"{role}/{kind}/{stored}"] = Regions(local, shape, pairs)
-    if copy and optimizer is not None:
-        optimizer.resting.rest()
+    for kind, name, tensor in _tensors(engine, copy):
+        local, slot = fsdp.local(tensor).detach(), sharded.slots[name] if sharded else None
+        if slot is None:
+            state[f"{role}/{kind}/{name}"] = Regions.whole(local)
+            continue
+        found, shape = fsdp.window(parameters[name].data), slot.spec.shape
+        window = None if found is None else Window(*found)
+        pairs = slot.overlaps(engine.mesh.coords, [(0, size) for size in shape], window)  # type: ignore[attr-defined]
+        state[f"{role}/{kind}/{slot.spec.name}"] = Regions(local, shape, pairs)
     return state
+
+
+def _tensors(engine: TrainEngine, copy: bool) -> Iterator[tuple[str, str, Tensor]]:
+    """(kind, name, local tensor) of weights and moments; see `regions_of`."""
+    for name, master in engine.masters().items():
+        yield "weights", name, copied(master) if copy else master
+    if engine.optimizer is None:
+        return
+    resting = engine.optimizer.resting
+    for name, pair in resting.each(trained(engine)):
+        for kind, moment in zip(MOMENTS, pair, strict=True):
+            yield kind, name, copied(moment) if copy or resting.lower is not None else moment
+    resting.rest()
+
+
+def trained(engine: TrainEngine) -> list[str]:
+    """Parameters that have moments worth keeping."""
+    assert engine.optimizer is not None
+    return [name for name in engine.masters() if engine.optimizer.parameters[name].requires_grad]
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """On the CPU."""
+    return fsdp.local(tensor).detach().to("cpu", copy=True)
+
+
+@torch.no_grad()
+def put_back(engine: TrainEngine, role: str, state: Mapping[str, Regions]) -> None:
+    """After a load into `regions_of`: moments that rest in a lower tier go there, one parameter's at a time."""
+    resting = engine.optimizer and engine.optimizer.resting
+    if resting is None or resting.lower is None:
+        return
+    slots = engine.sharded.slots if isinstance(engine, ShardedEngine) else None
+    for name, pair in resting.each(trained(engine)):
+        stored = slots[name].spec.name if slots else name
+        for kind, moment in zip(MOMENTS, pair, strict=True):
+            moment.copy_(state[f"{role}/{kind}/{stored}"].local)
+    resting.rest()
 
 
 def names_of(engine: TrainEngine) -> set[str]:
