@@ -140,7 +140,7 @@ def test_generators_join_and_leave_and_the_samples_are_the_same(
             await scale(4 if step == 1 else 2)
 
     monkeypatch.setattr(Run, "after_step", scaled)
-    run_here(RECIPE, run.path, *STEPS, "rollout.layout.dp=1")
+    run_here(RECIPE, run.path, *STEPS, "rollout.layout.dp=1", "sync.probe_every=3")
     assert seen == [4, 2] and len(made) == 1
     assert [m["fleet/replicas"] for m in metrics(run)] == [1, 1, 4, 4, 4, 2, 2, 2]
     same_end(run, undisturbed)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from tests.reshard_cases import MODELS
 
@@ -19,6 +20,7 @@ from docklands.run.footprint import activations as activation_bytes
 from docklands.run.footprint import gathered, kv_bytes_per_token
 from docklands.run.plan import GIB, check_run, generation_layout, parse_layout, parse_transfer, plan_run
 from docklands.sync.plan import Options
+from docklands.sync.publish import Route
 from docklands.sync.script import Script
 
 
@@ -252,7 +254,13 @@ def test_every_role_with_an_engine_is_counted() -> None:
 
 
 def test_the_plan_is_that_of_the_run() -> None:
-    assert parse_transfer("", config("sync.bucket_mib=0.25")) == Options(bucket_bytes=1 << 18)
+    said = config("sync.bucket_mib=0.25", "sync.node_devices=2", *layout(tp=2))
+    options = Options(bucket_bytes=1 << 18, node=2)
+    assert parse_transfer("", said) == options
+    route = Route(MODELS["dense"], Layout(tp=2), Layout(dp=2), torch.bfloat16)
+    assert (
+        plan_run(said, MODELS["dense"], None, options, GIB).reshard.options == route.plan(said.sync).options == options
+    )
     apart = config(*layout(tp=2, dp=2), "fleet.placement=disaggregated")
     assert (
         plan_run(apart, MODELS["dense"], None, Options(), GIB).reshard.target.world_size == 1
@@ -260,6 +268,14 @@ def test_the_plan_is_that_of_the_run() -> None:
     for wrong in ("fsdp=4", "pp=4", "tp=2,cp=2"):
         with pytest.raises(ConfigError, match="no engine generates with (fsdp|pp|cp)"):
             generation_layout(wrong)
+    alone = plan_run(
+        config("algorithm.name=sft", "rollout.samples_per_prompt=1", *layout(tp=2)),
+        MODELS["dense"],
+        None,
+        Options(),
+        GIB,
+    )
+    assert [phase.name for phase in alone.phases] == ["training"] and "generates nothing" in alone.to_text()
     assert generation_layout("") is None and generation_layout("tp=2,dp=2") == Layout(tp=2, dp=2)
     two = layout(tp=2)
     for refused, device, words in (

@@ -83,12 +83,14 @@ def plan(asked: Asked) -> None:
         measure(loaded, shape, asked.calibrate)
     machine = find_hardware(asked.hardware) if asked.hardware else None
     target = generation_layout(asked.generation)
-    options = parse_transfer(asked.transfer, loaded, machine.node if machine else 8)
+    options = parse_transfer(asked.transfer, loaded)
     given = int(asked.device_gib * GIB) if asked.device_gib > 0 else int(machine.capacity) if machine else 0
     check_device(loaded, given, target)
     capacity = given or own_capacity(loaded, ranks_of(loaded, shape, target))
     found = plan_run(loaded, shape, target, options, capacity)
     print(found.to_text())
+    if machine is not None and machine.node != options.node:
+        print(f"{machine.name}: nodes of {machine.node} devices, planned for {options.node}: set sync.node_devices")
     found.check()
     if machine is not None:
         from docklands.run.forecast import Case, forecast

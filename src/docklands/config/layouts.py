@@ -55,6 +55,9 @@ class SyncSection(Section):
         "block, about half of the bytes (generators hold the rounded values: needs algorithm.correction)",
     )
     bucket_mib: float = Field(default=256.0, gt=0, description="most that a device sends or receives at once, in MiB")
+    node_devices: Positive = Field(
+        default=8, description="devices of a node: of several that hold a part, one on the receiver's node sends it"
+    )
     swap: Literal["none", "host", "disk"] = Field(
         default="none",
         description="where training state waits while its device generates: pinned memory, or (CPU only) a file in "

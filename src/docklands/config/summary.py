@@ -24,7 +24,7 @@ def without_effect(config: Config, generates: bool = True) -> str:
     """
     published = config.has_workers and generates
     idle = [] if published else [f"sync.{name}" for name in _set(config.sync)]
-    if published and not config.sync.probe_every:
+    if published and not config.sync.probe_every and config.rollout.engine == "native":
         idle += [f"sync.{name}" for name in _set(config.sync) if name == "probe_tolerance"]
     if not config.has_workers and config.dock.transport != "processes":
         idle += [f"fleet.{name}" for name in _set(config.fleet) if name == "max_restarts"]

@@ -174,16 +174,16 @@ def parse_layout(text: str) -> Layout:
     return Layout(**{name: _whole(value, f"layout: {name}") for name, value in pairs.items()})  # type: ignore[arg-type]
 
 
-def parse_transfer(text: str, config: Config | None = None, node: int = 8) -> Options:
+def parse_transfer(text: str, config: Config | None = None) -> Options:
     """ "method=broadcast,bucket_mib=128,node=16,apart=1,dtype=fp8" -> Options; what is not said is the config's.
     ConfigError.
     """
-    pairs = {"method": "minimal", "bucket_mib": "256", "node": str(node), "apart": "0", "dtype": "auto"}
+    pairs = {"method": "minimal", "bucket_mib": "256", "node": "8", "apart": "0", "dtype": "auto"}
     if config is not None:
         apart, method = config.fleet.placement == "disaggregated", config.sync.method
         chosen = ("broadcast" if apart else "minimal") if method == "auto" else method
-        size = f"{config.sync.bucket_mib:g}"
-        pairs |= {"method": chosen, "apart": str(int(apart)), "bucket_mib": size, "dtype": config.sync.transfer_dtype}
+        pairs |= {"method": chosen, "apart": str(int(apart)), "dtype": config.sync.transfer_dtype}
+        pairs |= {"bucket_mib": str(config.sync.bucket_mib), "node": str(config.sync.node_devices)}
     pairs |= _pairs(text, "transfer", tuple(pairs))
     if pairs["method"] not in get_args(Method) or pairs["apart"] not in ("0", "1"):
         raise ConfigError(f"transfer {text!r}: unknown method, or apart is not 0 or 1", ", ".join(get_args(Method)))
@@ -310,15 +310,18 @@ def _phases(
     if not generates:
         return MemoryPlan(model, plan, (_fullest("training", parts),), capacity, 0, stays, wanted, wanted, lora)
     resident = {} if away else {"weights": engines.weights, "optimizer": engines.optimizer}
-    here = streamed(plan, config) if away else (engines.weights, generation)
-    resharding = {**resident, "weights": here[0], "generation": here[1], "messages": message_room(plan)}
+    here, messages = streamed(plan, config) if away else (engines.weights, generation), message_room(plan)
+    resharding = {**resident, "weights": here[0], "generation": here[1], "messages": messages}
     if not away:
         parts["generation"] = generation
-    used = generation + (0 if away else engines.between_steps)
+    lasts = apart and config.fleet.publish == "in_flight"  # samples under way keep their KV cache
+    used = generation + (0 if away else engines.between_steps) + lasts * messages
     each = kv_bytes_per_token(model, plan.target) * longest * plan.options.itemsize
     sequences = max(1, min(wanted, (capacity - int(used[generation > 0].max())) // each))
+    cache = (generation > 0) * each * sequences
+    resharding["KV cache"] = lasts * cache
     at_work = {name: (generation > 0) * sizes for name, sizes in resident.items()}  # apart, trainers train meanwhile
-    at_work |= {"generation": generation, "KV cache": (generation > 0) * each * sequences}
+    at_work |= {"generation": generation, "KV cache": cache}
     named = {"training": parts, "resharding": resharding, "generation": at_work}
     phases = tuple(_fullest(name, sizes) for name, sizes in named.items())
     swapped = stays if away else 0

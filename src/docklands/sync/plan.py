@@ -16,7 +16,6 @@ Three methods, same result:
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -90,20 +89,21 @@ class Family:
         kept = np.flatnonzero(boxes[:, 0, 0] < boxes[:, 0, 1])
         return kept, boxes[kept]
 
-    def bytes_of(
-        self, devices: int, index: int = 0, parts: int = 1, hop: int | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(sent, received) int64 [devices] between devices, by one of the names; in one hop, or in all."""
+    def bytes_of(self, devices: int, index: int = 0, parts: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """(sent, received) int64 [devices] between devices, by one of the names."""
+        sent, received = self.by_hop(devices, index, parts)
+        return sent.sum(0), received.sum(0)
+
+    def by_hop(self, devices: int, index: int, parts: int, hops: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """As `bytes_of`, int64 [hops, devices]; hops: rows in all, of which this family may need fewer."""
         kept, boxes = self.part(index, parts)
-        if hop is not None:
-            chosen = self.hop[kept] == hop
-            kept, boxes = kept[chosen], boxes[chosen]
         sizes = np.prod(boxes[:, :, 1] - boxes[:, :, 0], axis=1) * self.wire
-        source, target = self.source[kept], self.target[kept]
+        source, target, hop = self.source[kept], self.target[kept], self.hop[kept]
         away = source != target
-        sent, received = np.zeros(devices, np.int64), np.zeros(devices, np.int64)
-        np.add.at(sent, source[away], sizes[away])
-        np.add.at(received, target[away], sizes[away])
+        shape = (hops or 1 + int(hop.max(initial=0)), devices)
+        sent, received = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        np.add.at(sent, (hop[away], source[away]), sizes[away])
+        np.add.at(received, (hop[away], target[away]), sizes[away])
         return sent, received
 
 
@@ -159,13 +159,13 @@ class Plan:
         found = np.zeros((self.steps, self.devices), np.int64)
         if self.hops == 1:
             return found + [bucket.sent + bucket.received for bucket in self.buckets]
-        known: dict[tuple[int, int, int, int], np.ndarray] = {}
+        known: dict[tuple[int, int, int], np.ndarray] = {}
         for number, bucket in enumerate(self.buckets):
-            for item, hop in itertools.product(bucket.items, range(self.hops)):
-                key = (self._where[item.name], item.index, item.parts, hop)
+            for item in bucket.items:
+                key = (self._where[item.name], item.index, item.parts)
                 if key not in known:
-                    known[key] = np.add(*self.families[key[0]].bytes_of(self.devices, *key[1:]))
-                found[number + hop] += known[key]
+                    known[key] = np.add(*self.families[key[0]].by_hop(self.devices, *key[1:], hops=self.hops))
+                found[number : number + self.hops] += known[key]
         return found
 
     @property

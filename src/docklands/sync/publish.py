@@ -97,7 +97,7 @@ class Route:
             method = "broadcast" if self.apart else "minimal"
         size = max(1, int(section.bucket_mib * MIB))
         options = Options(method, size, itemsize=self.dtype.itemsize, apart=self.apart, quantize=section.quantized)
-        options = replace(options, adapters=adapters)
+        options = replace(options, adapters=adapters, node=section.node_devices)
         return plan_reshard(self.model, self.training, self.generation, options)
 
 

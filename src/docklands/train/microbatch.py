@@ -72,7 +72,7 @@ def check_ids(batch: Batch, vocabulary: int) -> None:
     row = int(batch.row_ids[int(np.searchsorted(ids.offsets, at, side="right")) - 1])
     raise DataError(
         f"row {row}: token id {int(values[at])} is not among the model's {vocabulary}",
-        "is the tokenizer this model's? see model.path and data.tokenizer",
+        "is the tokenizer this model's? see model.path and model.tokenizer",
     )
 
 
