@@ -165,7 +165,7 @@ def test_packed_attention_refuses_lengths_that_do_not_add_up() -> None:
 def test_dispatch_falls_back_to_the_reference() -> None:
     from docklands.kernels import attention, cuda, npu, reference
 
-    assert kernels.get("rope", "cuda") is reference.rope
+    assert kernels.get("linear", "cuda") is reference.linear
     assert kernels.get("rms_norm", "cuda") is cuda.rms_norm
     assert kernels.get("swiglu_fused", "npu") is npu.swiglu_fused
     assert kernels.get("packed_attention", "cpu") is attention.packed_attention

@@ -83,5 +83,7 @@ class Pulse:
         """Listen no more."""
         self._over = True
         if threading.current_thread() is not self._thread:
+            with contextlib.suppress(OSError):  # wake it: its wait is as long as the time between signs
+                self._socket.sendto(b"", ("127.0.0.1", self.address[0]))
             self._thread.join(2 * self.deadline_s / OFTEN)
         self._socket.close()
