@@ -34,6 +34,14 @@ DocklandsError                     exit code 3 unless a subclass says otherwise
 
 from __future__ import annotations
 
+import re
+
+
+def reason_of(error: BaseException) -> str:
+    """The last line of another library's error, at most 160 characters, without the file that torch puts before it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"^\[\S*\]\s*", "", lines[-1])[:160]
+
 
 class DocklandsError(Exception):
     """Base of the tree. `message` is one clear line, `hint` says what to change."""

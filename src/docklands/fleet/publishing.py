@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
-from docklands.errors import DocklandsError, SyncError, WorkerLost
+from docklands.errors import DocklandsError, SyncError, WorkerLost, reason_of
 from docklands.fleet.generation import ROLE, SYNC, SyncSpec, train_state
 from docklands.fleet.host import BACKENDS, Context
 from docklands.fleet.local_backend import LocalRole
@@ -102,8 +102,7 @@ class Member:
         except DocklandsError as failure:
             error = failure
         except (RuntimeError, ValueError) as failure:  # torch.distributed's own
-            reason = (str(failure).strip().splitlines() or [type(failure).__name__])[-1][-160:]
-            error = SyncError(f"publishing version {version} failed: {reason}", "is a process of it dead?")
+            error = SyncError(f"publishing version {version} failed: {reason_of(failure)}", "is a process of it dead?")
         if error is not None:
             # What hangs on the traceback are messages under way; with them the lines would stay open.
             error = error.with_traceback(None)

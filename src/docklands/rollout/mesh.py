@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from docklands.config.layouts import GenerationLayoutSection
 from docklands.config.schema import RolloutSection
 from docklands.core.protocols import Generation, Request
-from docklands.errors import DocklandsError, LayoutError, MissingWeight, RolloutError, ShapeMismatch
+from docklands.errors import DocklandsError, LayoutError, MissingWeight, RolloutError, ShapeMismatch, reason_of
 from docklands.models import CausalLM, ModelConfig
 from docklands.models.routing import Routes
 from docklands.models.shard import stage_of
@@ -230,10 +230,9 @@ class MeshEngine(MeshVisits, NativeEngine):
 
     def _lost(self, error: RuntimeError) -> RolloutError:
         self._broken, instance = True, self.instance or self.lane
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][-160:]
         return RolloutError(
             f"generation on rank {self.mesh.rank}, together with processes {list(instance.ranks if instance else ())}, "
-            f"failed: {reason}",
+            f"failed: {reason_of(error)}",
             "is one of them dead, or stuck elsewhere? its log says",
         )
 

@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from docklands.config.schema import RolloutSection
 from docklands.core.protocols import Generation, Request
-from docklands.errors import RolloutError
+from docklands.errors import RolloutError, reason_of
 from docklands.models import ModelConfig
 from docklands.models.params import table_for
 from docklands.parallel.mesh import Group, Mesh
@@ -120,10 +120,9 @@ class VllmReplica(VllmEngine):
         return told[0]
 
     def _lost(self, error: RuntimeError) -> RolloutError:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][-160:]
         members = list(self.lane.ranks) if self.lane else []
         return RolloutError(
-            f"vLLM on rank {self.mesh.rank}, together with processes {members}, failed: {reason}",
+            f"vLLM on rank {self.mesh.rank}, together with processes {members}, failed: {reason_of(error)}",
             "is one of them dead, or stuck elsewhere? its log says",
         )
 

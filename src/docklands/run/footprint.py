@@ -17,6 +17,7 @@ from docklands.models.hf_io import read_config
 from docklands.models.params import ParamTable, table_for
 from docklands.parallel.layout import Layout
 from docklands.parallel.pipeline import most_held
+from docklands.run.fleet import shares_base
 from docklands.sync.boxes import blocks_of, homes_of, stage_ranks, volume
 from docklands.sync.plan import Plan
 from docklands.train.offload import LAYERS_AT_ONCE, MOMENTS_AT_ONCE, most_at_once
@@ -84,7 +85,7 @@ def other_engines(config: Config, graph: Graph, model: ModelConfig, layout: Layo
     """Critic and reference, where the graph names them. The base of adapters is its own reference."""
     nothing = np.zeros(devices, np.int64)
     found = Footprint(nothing, nothing, nothing)
-    shared = bool(config.lora.rank) and not config.reference.path
+    shared = shares_base(config)
     for role, section in (("critic", config.critic), ("reference", config.reference)):
         if role not in graph.roles or (role == "reference" and shared):
             continue

@@ -25,6 +25,7 @@ from docklands.obs.watchdog import Watchdog
 from docklands.run import resume
 from docklands.run.describe import SampleRecorder, describe_stage
 from docklands.run.evaluate import roll_out, sample_records, score, summarise
+from docklands.run.fleet import close
 from docklands.run.measure import memory, rates
 from docklands.run.prompts import Prompts
 
@@ -199,10 +200,7 @@ class Run:
 
     def close(self) -> None:
         """Stop threads and processes."""
-        for role in self.fleet.values():
-            close = getattr(role.resource, "close", None)
-            if callable(close):
-                close()
+        close(self.fleet)
         for device in {role.device for role in self.fleet.values()} | {self.host}:
             device.close()
         self.flow.close()

@@ -10,7 +10,6 @@ places, both the last of their words, but for 2^-14.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from docklands.errors import GateFailed, SyncError, VersionMismatch
+from docklands.errors import GateFailed, SyncError, VersionMismatch, reason_of
 from docklands.obs.spans import span
 from docklands.sync.boxes import Block, Box, blocks_of, stage_ranks
 from docklands.sync.plan import Plan
@@ -188,9 +187,8 @@ def gather(mine: Any, group: Any, what: str) -> list[Any]:
     try:
         dist.all_gather_object(found, mine, group=group)
     except RuntimeError as error:
-        reason = re.sub(r"^\[\S*\]\s*", "", str(error).strip().splitlines()[-1])[:120]  # without torch's file
         raise SyncError(
-            f"{what}: a device is lost, or late, as device {dist.get_rank(group)} hears ({reason})",
+            f"{what}: a device is lost, or late, as device {dist.get_rank(group)} hears ({reason_of(error)})",
             "are the processes of all devices alive? their logs say",
         ) from error
     return found

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from docklands.config.schema import Config
-from docklands.errors import ConfigError, SyncError
+from docklands.errors import ConfigError, SyncError, reason_of
 from docklands.obs.spans import span
 from docklands.sync.boxes import Box
 from docklands.sync.plan import BLOCK, Plan, grid_of
@@ -95,9 +95,8 @@ class Quantizer:
             try:
                 dist.all_reduce(whole, dist.ReduceOp.MAX, group=self._group)
             except RuntimeError as error:
-                reason = str(error).strip().splitlines()[-1][:120]
                 raise SyncError(
-                    f"scales of the quantised transfer: a device is lost, or late ({reason})", "its log says"
+                    f"scales of the quantised transfer: a device is lost, or late ({reason_of(error)})", "its log says"
                 ) from error
         if not bool(whole.isfinite().all()):
             name = next(name for name, part in largest.items() if not part.isfinite().all())

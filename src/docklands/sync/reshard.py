@@ -9,7 +9,6 @@ unpacks what arrives. The messages of the next step are on their way while those
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from docklands.errors import MissingWeight, ShapeMismatch, SyncError
+from docklands.errors import MissingWeight, ShapeMismatch, SyncError, reason_of
 from docklands.obs.spans import span
 from docklands.sync.boxes import Box, view, volume
 from docklands.sync.memory import Ledger
@@ -239,11 +238,10 @@ class Resharder:
                 work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
             except RuntimeError as error:
                 who = f"device {peer}" if peer >= 0 else "a peer"
-                reason = re.sub(r"^\[\S*\]\s*", "", str(error).strip().splitlines()[-1])[:120]  # without torch's file
                 late = "is lost" if time.monotonic() < end else f"no answer within {self._timeout:g} s"
                 raise SyncError(
                     f"resharding: {text} {who}: {late}, step {flight.number + 1} of "
-                    f"{self.plan.steps} on device {self.script.device} ({reason})",
+                    f"{self.plan.steps} on device {self.script.device} ({reason_of(error)})",
                     f"is the process of {who} alive?",
                 ) from error
         for peer, parts in by_peer(step.received).items():
