@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -101,6 +103,24 @@ def test_a_sample_is_the_same_alone_and_in_a_batch(two_threads) -> None:
     for request, found in zip(requests[::4], whole[::4]):
         alone = cases.engine(model, kv_block_tokens=8, max_batch=1).generate([request])[0]
         assert (alone.token_ids, alone.logprobs) == (found.token_ids, found.logprobs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_prompt_has_the_bits_of_its_tokens_fed_one_by_one(dtype, two_threads) -> None:
+    """So a sample that starts over, or is carried into the next step, goes on as if it had not been interrupted."""
+    model = cases.model(shape("qwen3")).to(dtype)
+    engine = NativeEngine(model.config, RolloutSection(max_batch=8, kv_block_tokens=8), dtype=dtype)
+    engine.load_weights(model.named_parameters(), 0)
+    requests = cases.groups(3, 2, Sampling(20))
+    whole = engine.generate(requests)
+    for cut in (1, 7, 8, 9):
+        carried = [
+            replace(r, prompt=r.prompt + tuple(g.token_ids[:cut]), drawn=cut, sampling=Sampling(20 - cut))
+            for r, g in zip(requests, whole)
+        ]
+        for found, before in zip(engine.generate(carried), whole):
+            assert list(found.token_ids) == list(before.token_ids[cut:])
+            assert list(found.logprobs) == list(before.logprobs[cut:])
 
 
 @pytest.mark.parametrize("kind", [CompiledDecoder, ModelDecoder])

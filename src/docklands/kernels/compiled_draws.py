@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from docklands.kernels.compiled_loops import FAST, exponentials, largest, load
+from docklands.kernels.compiled_loops import FAST
+from docklands.kernels.compiled_tiles import address
+from docklands.kernels.compiled_vectors import exponentials_at, numbers_at
 
 CHUNK = 128
 BELOW = 1 - 2.0**-50  # of a sum: what a uniform number may reach, so that rounding never runs past the end
@@ -33,15 +35,6 @@ def first_above(weights: Any, target: Any) -> Any:
 
 
 @njit(fastmath=FAST, error_model="numpy", cache=True, nogil=True)
-def extremes(z: Any) -> Any:
-    """(largest number, how many are not numbers)"""
-    most, wrong = largest(z), np.int32(0)
-    for i in range(z.size):
-        wrong += np.int32(z[i] != z[i])
-    return most, wrong
-
-
-@njit(fastmath=FAST, error_model="numpy", cache=True, nogil=True)
 def draw(logits_RV: Any, how: Any, out: Any, first: Any, last: Any) -> None:
     """how = (temperature, uniform) float64 [R]; out = (tokens int64, logprobs fp32) [R]; rows first..last.
 
@@ -50,23 +43,31 @@ def draw(logits_RV: Any, how: Any, out: Any, first: Any, last: Any) -> None:
     temperature_R, uniform_R = how
     tokens_R, logprobs_R = out
     vocabulary = logits_RV.shape[1]
-    z, weight, powers = np.empty(vocabulary, np.float32), np.empty(vocabulary, np.float32), np.empty(CHUNK, np.int32)
-    sums = np.empty((vocabulary + CHUNK - 1) // CHUNK, np.float64)
+    chunks = (vocabulary + CHUNK - 1) // CHUNK
+    z, weight, sums = np.empty(chunks * CHUNK, np.float32), np.empty(chunks * CHUNK, np.float32), np.empty(chunks)
+    row = np.zeros(chunks * CHUNK, logits_RV.dtype)  # the last chunk of a row, filled up
+    whole = vocabulary // CHUNK * CHUNK
     for r in range(first, last):
-        load(logits_RV[r], z)
+        most = np.float32(-np.inf)
+        if whole:
+            most = numbers_at(row, address(logits_RV[r]), address(z), whole)
+        if whole < vocabulary:
+            row[whole:vocabulary] = logits_RV[r, whole:]
+            end = numbers_at(row, address(row[whole:]), address(z[whole:]), CHUNK)
+            z[vocabulary:] = -np.inf
+            end = np.nan if np.isnan(end) else z[whole:vocabulary].max()
+            most = end if np.isnan(end) or end > most else most
         scale = np.float32(temperature_R[r])
         if scale > 0 and scale != 1:
-            for i in range(vocabulary):
+            for i in range(z.size):
                 z[i] /= scale
-        most, wrong = extremes(z)
-        if wrong or not np.isfinite(most):
+            most /= scale
+        if not np.isfinite(most):
             tokens_R[r], logprobs_R[r] = 0, np.nan
             continue
         total = 0.0
-        for c in range(sums.size):
-            part = slice(c * CHUNK, min(vocabulary, (c + 1) * CHUNK))
-            some = z[part]
-            sums[c] = exponentials(some, most, weight[part], powers[: some.size])
+        for c in range(chunks):
+            sums[c] = exponentials_at(address(z) + c * CHUNK * 4, most, address(weight) + c * CHUNK * 4, CHUNK)
             total += sums[c]
         if scale > 0:
             chunk, before = first_above(sums, uniform_R[r] * total * BELOW)

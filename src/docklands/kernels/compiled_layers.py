@@ -1,4 +1,4 @@
-"""One decode step of a dense decoder, from embeddings to final states, as numba compiles it; and single products.
+"""One pass over a dense decoder, from embeddings to final states, as numba compiles it; and single products.
 
 Every thread of a team runs `decode`; between the phases of a layer they meet. Numbers are rounded to the dtype of the
 activations where the modules round them. The operations of a row depend on that row alone.
@@ -17,12 +17,24 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from docklands.kernels.compiled_loops import FAST, exponentials, largest, load, store
+from docklands.kernels.compiled_loops import FAST, load, store
 from docklands.kernels.compiled_rows import sigmoids
 from docklands.kernels.compiled_team import meet, next_task
-from docklands.kernels.compiled_tiles import ACROSS, BLOCK_ROWS, ROWS, add_weighted, address, multiply, share, tiles_of
+from docklands.kernels.compiled_tiles import (
+    ACROSS,
+    BLOCK_ROWS,
+    LANES,
+    ROWS,
+    add_weighted,
+    address,
+    multiply,
+    share,
+    tiles_of,
+)
+from docklands.kernels.compiled_vectors import plus_at, soften, turn_at
 
 COLUMNS = 256  # outputs of a product that are kept in fp32 at a time
+GATED = 16384  # numbers of gate, and of up, that are kept in fp32 at a time
 
 
 def settle(x: Any, like: Any) -> None:
@@ -85,21 +97,40 @@ def add_and_norm(rows: Any, y_RW: Any, bias_D: Any, norm: Any, part: Any) -> Non
 
 
 @njit(fastmath=FAST, error_model="numpy", cache=True, nogil=True)
-def gated(y_RW: Any, act_RF: Any, first: Any, last: Any) -> None:
-    """act <- silu(gate) * up, columns first..last; y holds gate and up side by side."""
-    width, n = act_RF.shape[1], last - first
-    sigma, powers = np.empty(n, np.float32), np.empty(n, np.int32)
-    for r in range(y_RW.shape[0]):
-        gate, up = y_RW[r, first:last], y_RW[r, width + first : width + last]
-        settle(gate, act_RF)
-        settle(up, act_RF)
+def gated(both_2RC: Any, act_RF: Any, part: Any, scratch: Any) -> None:
+    """act, columns first..last <- silu(gate) * up, which are overwritten. scratch = (fp32 [C], int32 [C])"""
+    first, last = part
+    n = last - first
+    sigma, powers = scratch[0][:n], scratch[1][:n]
+    for r in range(act_RF.shape[0]):
+        gate, up, act = both_2RC[0, r, :n], both_2RC[1, r, :n], act_RF[r, first:last]
+        settle(gate, act)
+        settle(up, act)
         sigmoids(gate, sigma, powers)
         for i in range(n):
             sigma[i] *= gate[i]
-        settle(sigma, act_RF)
+        settle(sigma, act)
         for i in range(n):
             sigma[i] *= up[i]
-        store(sigma, act_RF[r, first:last])
+        store(sigma, act)
+
+
+@njit(cache=True, nogil=True)
+def feed(x_RD: Any, weight: Any, act_RF: Any, part: Any, scratch: Any) -> None:
+    """act, columns first..last <- silu(x @ gate.T) * (x @ up.T), some at a time: gate and up stay in a core's cache.
+
+    weight: address of gate and up, end to end. scratch = (fp32 [2, R, C], (fp32 [C], int32 [C]))
+    """
+    first, end = part
+    both_2RC, powers = scratch
+    width, row, most = act_RF.shape[1], x_RD.shape[1] * x_RD.itemsize, both_2RC.shape[2]
+    while first < end:
+        left = end - first
+        last = end if left <= most else first + min(most, (left - ACROSS) // ACROSS * ACROSS)  # 4 or more are left
+        multiply(x_RD, weight + first * row, both_2RC[0], 0, last - first)
+        multiply(x_RD, weight + (width + first) * row, both_2RC[1], 0, last - first)
+        gated(both_2RC, act_RF, (first, last), powers)
+        first = last
 
 
 @njit(fastmath=FAST, error_model="numpy", cache=True, nogil=True)
@@ -125,36 +156,61 @@ def project(y: Any, norm: Any, turn: Any, out: Any, scratch: Any) -> None:
     store(b, out)
 
 
-@njit(fastmath=FAST, error_model="numpy", cache=True, nogil=True)
+@njit(error_model="numpy", cache=True, nogil=True)
+def turn(r: Any, layer: Any, model: Any, buffers: Any, pages: Any, scratch: Any) -> None:
+    """One row: its queries, rotated, to q_RKMH; its new key and value to their page. scratch: fp32 [2, H]"""
+    (kv_heads, size, eps, _), (qkv_bias_LO, qk_norm_LMH, cos_PH, sin_PH) = model
+    y_RW, q_RKMH, (k_LPgKSH, v_LPgKSH) = buffers
+    _, own_Rn, prompt_R, own_R = pages
+    queries, per_page, half = q_RKMH.shape[2], k_LPgKSH.shape[3], size // 2
+    position, last = prompt_R[r] + own_R[r] - 1, own_R[r] - 1
+    page, slot = own_Rn[r, last // per_page], last % per_page
+    y, bias = address(y_RW) + r * y_RW.strides[0], address(qkv_bias_LO) + layer * qkv_bias_LO.strides[0]
+    angles = address(cos_PH) + position * half * 4, address(sin_PH) + position * half * 4, half
+    plain = qk_norm_LMH.shape[2] == 0 and half % LANES == 0
+    for kv in range(kv_heads):
+        for m in range(queries + 1):
+            at = (m * kv_heads + kv) * size
+            out = q_RKMH[r, kv, m] if m < queries else k_LPgKSH[layer, page, kv, slot]
+            if plain:
+                turn_at(q_RKMH, y + at * 4, bias + at * 4, angles, address(out))
+            else:
+                norm = qk_norm_LMH[layer, m * kv_heads + kv]
+                scratch[0] = qkv_bias_LO[layer, at : at + size]
+                project(y_RW[r, at : at + size], (norm, eps), (cos_PH[position], sin_PH[position]), out, scratch)
+        at = ((queries + 1) * kv_heads + kv) * size
+        plus_at(q_RKMH, y + at * 4, bias + at * 4, address(v_LPgKSH[layer, page, kv, slot]), size)
+
+
+@njit(error_model="numpy", cache=True, nogil=True)
 def attend(q_MH: Any, pool: Any, tables: Any, lengths: Any, scratch: Any) -> None:
-    """scratch = (scores [M, longest + S], acc [M, H], weights, powers [longest]); pool = (k, v, layer, kv head, scale);
-    tables, lengths = the pages and tokens of the prompt, of the row itself. -> acc, softmax in fp32
+    """scratch = (scores [M, longest + more], acc [M, H]); pool = (addresses of k and v of this layer and kv head, bytes
+    from page to page, tokens of a page, scale); tables, lengths = pages and tokens of the prompt, of the row itself.
+
+    -> acc, softmax in fp32
     """
-    k_LPgKSH, v_LPgKSH, layer, kv, scale = pool
-    score, acc, weights, powers = scratch
+    keys_at, values_at, pages, per_page, scale = pool
+    score, acc = scratch
     queries, size = q_MH.shape
-    per_page, width = k_LPgKSH.shape[3], size * q_MH.itemsize
-    q, out, stride = address(q_MH), address(score), score.strides[0]
-    length = lengths[0] + lengths[1]
+    width = size * q_MH.itemsize
+    q, out, stride, sums = address(q_MH), address(score), score.strides[0], address(acc)
     at = 0
     for part in range(2):
         left, page = lengths[part], 0
         while left > 0:
             here = min(left, per_page)
-            keys = address(k_LPgKSH[layer, tables[part][page], kv])
+            keys = keys_at + tables[part][page] * pages
             for first in range(0, queries, ROWS):
                 m = min(ROWS, queries - first)
-                for t in range(0, here, ACROSS):  # beyond `here`: overwritten by what follows, or not read
+                for t in range(0, here, ACROSS):  # beyond `here`: overwritten by what follows, or masked
                     place = out + first * stride + (at + t) * 4
                     tiles_of(q_MH, m, (q + first * width, keys + t * width, width, place, stride, ACROSS * width))
             at, left, page = at + here, left - here, page + 1
+    end = (at + LANES - 1) // LANES * LANES
     for m in range(queries):
-        x = score[m, :length]
-        for t in range(length):
-            x[t] *= scale
-        total = exponentials(x, largest(x), weights[:length], powers[:length])
-        for t in range(length):
-            x[t] = weights[t] / total
+        for t in range(at, end):
+            score[m, t] = -np.inf
+        soften(out + m * stride, end, scale)
         for h in range(size):
             acc[m, h] = 0
     at = 0
@@ -162,47 +218,29 @@ def attend(q_MH: Any, pool: Any, tables: Any, lengths: Any, scratch: Any) -> Non
         left, page = lengths[part], 0
         while left > 0:
             here = min(left, per_page)
-            values = address(v_LPgKSH[layer, tables[part][page], kv])
+            values = values_at + tables[part][page] * pages
             for first in range(0, queries, ROWS):
-                m = min(ROWS, queries - first)
-                weights_at, sums = out + first * stride + at * 4, address(acc) + first * size * 4
-                add_weighted(q_MH, m, size, (weights_at, stride, values, here, sums))
+                weights, place = out + first * stride + at * 4, sums + first * size * 4
+                add_weighted(q_MH, min(ROWS, queries - first), size, (weights, stride, values, here, place))
             at, left, page = at + here, left - here, page + 1
 
 
-@njit(fastmath=FAST, error_model="numpy", cache=True, nogil=True)
+@njit(error_model="numpy", cache=True, nogil=True)
 def head(task: Any, layer: Any, model: Any, buffers: Any, pages: Any, scratch: Any) -> None:
-    """One row and kv head: rotate, keep the new key and value, attend."""
-    shape, weights = model
-    qkv_bias_LO, qk_norm_LMH, cos_PH, sin_PH = weights
-    kv_heads, size, eps, scale = shape
-    y_RW, o_RD, (k_LPgKSH, v_LPgKSH) = buffers
+    """One row and kv head: attend to what `turn` has kept."""
+    kv_heads, size, _, scale = model[0]
+    q_RKMH, o_RD, (k_LPgKSH, v_LPgKSH) = buffers
     prompt_Rn, own_Rn, prompt_R, own_R = pages
-    q_MH, ab, attention = scratch
+    scores, acc, zeros = scratch
     r, kv = task // kv_heads, task % kv_heads
-    queries, per_page = q_MH.shape[0], k_LPgKSH.shape[3]
-    position, last = prompt_R[r] + own_R[r] - 1, own_R[r] - 1
-    page, slot = own_Rn[r, last // per_page], last % per_page
-    y, bias, turn = y_RW[r], qkv_bias_LO[layer], (cos_PH[position], sin_PH[position])
-    for m in range(queries + 1):
-        at = m * kv_heads + kv
-        part = slice(at * size, (at + 1) * size)
-        ab[0] = bias[part]
-        norm = qk_norm_LMH[layer, at]
-        if m < queries:
-            project(y[part], (norm, eps), turn, q_MH[m], ab)
-        else:
-            project(y[part], (norm, eps), turn, k_LPgKSH[layer, page, kv, slot], ab)
-    at = (queries + 1) * kv_heads + kv
-    for h in range(size):
-        ab[0, h] = y[at * size + h] + bias[at * size + h]
-    store(ab[0], v_LPgKSH[layer, page, kv, slot])
-    pool = k_LPgKSH, v_LPgKSH, layer, kv, scale
-    attend(q_MH, pool, (prompt_Rn[r], own_Rn[r]), (prompt_R[r], own_R[r]), attention)
-    acc = attention[1]
-    for m in range(queries):
-        at = m * kv_heads + kv
-        store(acc[m], o_RD[r, at * size : (at + 1) * size])
+    per_page, width = k_LPgKSH.shape[3], size * q_RKMH.itemsize
+    head_bytes = per_page * width
+    start = (layer * k_LPgKSH.shape[1] * kv_heads + kv) * head_bytes
+    pool = address(k_LPgKSH) + start, address(v_LPgKSH) + start, kv_heads * head_bytes, per_page, scale
+    attend(q_RKMH[r, kv], pool, (prompt_Rn[r], own_Rn[r]), (prompt_R[r], own_R[r]), (scores, acc))
+    for m in range(acc.shape[0]):
+        out = address(o_RD) + r * o_RD.strides[0] + (m * kv_heads + kv) * width
+        plus_at(o_RD, address(acc) + m * size * 4, address(zeros), out, size)
 
 
 @njit(error_model="numpy", cache=True, nogil=True)
@@ -210,41 +248,40 @@ def decode(team: Any, model: Any, buffers: Any, pages: Any) -> None:
     """team = (part, parts, state); see compiled_step for the rest. x <- the residual stream, normed <- final states."""
     part, parts, state = team
     shape, pointers_L4, norms, attention = model
-    x_RD, n_RD, o_RD, act_RF, y_RW, pool = buffers
+    x_RD, n_RD, q_RKMH, o_RD, act_RF, y_RW, pool = buffers
     norm_L2D, final_D, o_bias_LD, eps = norms
-    rows, (kv_heads, size, _, _) = x_RD.shape[0], shape
+    rows, kv_heads, queries, size = q_RKMH.shape
     first, last = rows * part // parts, rows * (part + 1) // parts
-    queries = o_RD.shape[1] // (kv_heads * size)
-    columns = (queries + 2) * kv_heads * size
+    columns, width, inner = (queries + 2) * kv_heads * size, act_RF.shape[1], x_RD.shape[1]
     longest = 1
     for r in range(rows):
         longest = max(longest, pages[2][r] + pages[3][r])
-    per_page, width, inner = pool[0].shape[3], act_RF.shape[1], x_RD.shape[1]
-    scores = np.empty((queries, longest + per_page), np.float32)
-    acc = np.empty((queries, size), np.float32)
-    weights, powers = np.empty(longest, np.float32), np.empty(longest, np.int32)
-    scratch = np.empty((queries, size), x_RD.dtype), np.empty((2, size), np.float32), (scores, acc, weights, powers)
+    scores = np.empty((queries, longest + pool[0].shape[3] + LANES), np.float32)
+    heads = scores, np.empty((queries, size), np.float32), np.zeros(size, np.float32)
+    turning = np.empty((2, size), np.float32)
     qkv, o, down = share(columns, part, parts), share(inner, part, parts), share(inner, part, parts)
     gate = share(width, part, parts)
+    most = min(max(GATED // rows // ACROSS, 2) * ACROSS, width)
+    feeding = np.empty((2, rows, most), np.float32), (np.empty(most, np.float32), np.empty(most, np.int32))
     nothing = np.zeros(inner, np.float32)
     for layer in range(norm_L2D.shape[0]):
         add_and_norm((x_RD, n_RD), y_RW, nothing, (norm_L2D[layer, 0], eps), (first, last, layer > 0))
         meet(state, parts)
         multiply(n_RD, pointers_L4[layer, 0], y_RW, qkv[0], qkv[1])
         meet(state, parts)
+        for r in range(first, last):
+            turn(r, layer, (shape, attention), (y_RW, q_RKMH, pool), pages, turning)
+        meet(state, parts)
         task = next_task(state)
         while task < rows * kv_heads:
-            head(task, layer, (shape, attention), (y_RW, o_RD, pool), pages, scratch)
+            head(task, layer, (shape, attention), (q_RKMH, o_RD, pool), pages, heads)
             task = next_task(state)
         meet(state, parts)
         multiply(o_RD, pointers_L4[layer, 1], y_RW, o[0], o[1])
         meet(state, parts)
         add_and_norm((x_RD, n_RD), y_RW, o_bias_LD[layer], (norm_L2D[layer, 1], eps), (first, last, True))
         meet(state, parts)
-        if gate[1] > gate[0]:
-            multiply(n_RD, pointers_L4[layer, 2], y_RW, gate[0], gate[1])
-            multiply(n_RD, pointers_L4[layer, 2], y_RW, width + gate[0], width + gate[1])
-            gated(y_RW, act_RF, gate[0], gate[1])
+        feed(n_RD, pointers_L4[layer, 2], act_RF, gate, feeding)
         meet(state, parts)
         multiply(act_RF, pointers_L4[layer, 3], y_RW, down[0], down[1])
         meet(state, parts)

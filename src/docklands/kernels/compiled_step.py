@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -122,28 +122,35 @@ class Layers:
     eps: float
     scale: float
 
+    @cached_property
+    def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Addresses of the weights [L, 4], biases of qkv and o, fp32 [L, O]."""
+        addresses = [[p.weight.data_ptr() for p in products] for products in self.products]
+        qkv, o = (np.stack([products[i].bias() for products in self.products]) for i in range(2))
+        return np.array(addresses, np.int64), qkv, o
+
 
 def decode(layers: Layers, x_RD: Tensor, pages: Pages, pools: tuple[Tensor, Tensor]) -> Tensor:
-    """One token of each row through all layers. -> final states [R, D] in x's dtype.
+    """Tokens through all layers: one of each sequence, or several, as rows of one table. -> final states [R, D]
 
     x_RD: embeddings, overwritten. pages, pools (k, v) [L, Pg, K, S, H]: a row's new token is the last of its own; its
-    keys and values are written there.
+    keys and values are written there, and every row sees what rows of the same pages have written before its place.
     """
     rows, inner = x_RD.shape
     qkv, o, gate_up, _ = (product.shape for product in layers.products[0])
-    normed_RD, o_RD = torch.empty_like(x_RD), x_RD.new_empty(rows, o[1])
+    heads = layers.kv_heads, o[1] // (layers.kv_heads * layers.head_dim), layers.head_dim
+    normed_RD, q_RKMH, o_RD = torch.empty_like(x_RD), x_RD.new_empty(rows, *heads), x_RD.new_empty(rows, o[1])
     act_RF = x_RD.new_empty(rows, gate_up[0] // 2)
-    y_RW = np.empty((rows, max(qkv[0], gate_up[0], inner)), np.float32)
-    pointers = np.array([[p.weight.data_ptr() for p in products] for products in layers.products], np.int64)
-    qkv_bias, o_bias = (np.stack([products[i].bias() for products in layers.products]) for i in range(2))
+    y_RW = np.empty((rows, max(qkv[0], inner)), np.float32)
     eps = np.float32(layers.eps)
     shape = layers.kv_heads, layers.head_dim, eps, np.float32(layers.scale)
+    pointers, qkv_bias, o_bias = layers.tables
     model = (
         shape, pointers, (layers.norms, layers.final, o_bias, eps),
         (qkv_bias, layers.qk_norm, layers.cos, layers.sin),
     )  # fmt: skip
     pool = array(pools[0]), array(pools[1])
-    buffers = array(x_RD), array(normed_RD), array(o_RD), array(act_RF), y_RW, pool
+    buffers = array(x_RD), array(normed_RD), array(q_RKMH), array(o_RD), array(act_RF), y_RW, pool
     tables = pages.prompt, pages.own, pages.prompt_tokens, pages.own_tokens
     state, run = np.zeros(24, np.int64), _loops()[0].decode  # see compiled_team.STATE
     work = rows * len(pointers) * (qkv[0] * inner + o[0] * o[1] + gate_up[0] * inner * 3 // 2)

@@ -7,12 +7,14 @@ shared page computed together, C partial results of a row (padded), Q all partia
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from docklands import kernels
+from docklands.kernels.compiled_decode import Pages
 from docklands.kernels.paged_attention import merge_pages, page_attention
 from docklands.rollout.kv_cache import NULL_PAGE, PagedCache
 
@@ -34,16 +36,31 @@ class PromptAttention:
     """Causal attention inside each prompt of a pack; keys and values go to the cache."""
 
     def __init__(self, cache: PagedCache, slots: Tensor, seqlens: list[int]) -> None:
-        self._cache, self._slots, self._seqlens = cache, slots, seqlens
+        self.cache, self._slots, self._seqlens = cache, slots, seqlens
+
+    @cached_property
+    def pages(self) -> Pages:
+        """Every token as a sequence that ends there; padding, which has no page, left out."""
+        size, heads = self.cache.page_tokens, self.cache.k[0].shape[1]
+        page_T = self._slots.view(-1, heads)[:, 0].numpy() // (heads * size)
+        real, start = int((page_T != NULL_PAGE).sum()), 0
+        own = np.full((real, -(-max(self._seqlens) // size)), -1, np.int32)
+        tokens = np.empty(real, np.int32)
+        for length in self._seqlens:
+            part, start = slice(start, start + length), start + length
+            if part.start < real:
+                mine = page_T[part][::size]
+                own[part, : len(mine)], tokens[part] = mine, np.arange(1, length + 1)
+        return Pages(np.full((real, 1), -1, np.int32), np.zeros(real, np.int32), own, tokens)
 
     def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, scale: float) -> Tensor:
-        if not self._cache.latent:
-            self._cache.write(layer, self._slots, k_TKH, v_TKH)
+        if not self.cache.latent:
+            self.cache.write(layer, self._slots, k_TKH, v_TKH)
         return kernels.packed_attention(q_TNH, k_TKH, v_TKH, self._seqlens, scale)
 
     def latent(self, layer: int, kept_T1C: Tensor) -> bool:
         """Keep the latent vectors. False: attend to the keys and values that they expand to."""
-        self._cache.write(layer, self._slots, kept_T1C, kept_T1C)
+        self.cache.write(layer, self._slots, kept_T1C, kept_T1C)
         return False
 
     def grouped(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, scale: float) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from docklands.kernels import compiled_step
-from docklands.kernels.compiled_step import TiledLinear
+from docklands.kernels.compiled_step import PAGE_STEP, TiledLinear
 from docklands.kernels.packed_linear import PackedLinear, Product, bucket, row_floor
 from docklands.models import CausalLM
 from docklands.models.blocks import Block, Linear, inverse_frequencies, rotary_factor, rotary_tables
@@ -266,8 +266,8 @@ class CompiledDecoder(DenseDecoder):
         return self._tables
 
     def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attend: Context, routes: Routes | None = None) -> Tensor:
-        """See DenseDecoder; of a decode step, real rows only."""
-        if not isinstance(attend, CompiledAttention) or attend.cache.page_tokens % compiled_step.PAGE_STEP:
+        """See DenseDecoder; real rows only, where the cache is there."""
+        if not isinstance(attend, PromptAttention | CompiledAttention) or attend.cache.page_tokens % PAGE_STEP:
             return super().hidden(token_ids_T, positions_T, attend, routes)
         x_RD = F.embedding(token_ids_T[: len(attend.pages.own)], self._embed)
         layers = self._layers_to(int(positions_T.max()))
