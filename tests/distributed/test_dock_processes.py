@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
+from docklands.core.fields import REF_LOGPROBS, TOKEN_IDS
 from docklands.core.protocols import Outcome
 from docklands.dock.launch import Launcher, Program
 from docklands.dock.warehouse import messages as m
@@ -329,3 +330,54 @@ def test_completions_are_under_way_together_and_their_errors_come_out(two: Launc
             await dock.complete(parts[3], written(REF, parts[3].row_ids))  # nothing has come of it
 
     run(main())
+
+
+def test_a_half_that_is_said_twice_does_not_take_the_other_with_it(two: Launcher) -> None:
+    """And rows that a stream has fetched ahead are free once it is left."""
+
+    async def main():
+        async with client(two) as dock:
+            for i in range(2):
+                await dock.admit(group(i))
+            stream = dock.stream(ROLLOUT, ahead=1, groups=1)
+            first = await anext(stream)
+            while (await dock.stats())["dock/rollout/leased"] < 2 * GROUP:
+                await asyncio.sleep(0.02)
+            await stream.aclose()
+            await dock.give_back(first)
+            assert (await dock.stats())["dock/rollout/leased"] == 0
+            rows = await step(dock)
+            one, other = (rows.select(np.arange(GROUP) + start) for start in (0, GROUP))
+            for _ in range(2):  # the second time as after a lost answer
+                await dock.retire(one)
+            assert (await dock.stats())["dock/in_flight"] == 1
+            assert len(await dock.fetch(other, UPDATE.reads)) == GROUP
+            await dock.retire(other)
+            return await stats_at_rest(dock)
+
+    assert run(main())["dock/in_flight"] == 0
+
+
+def test_what_a_slow_reader_made_of_lost_rows_never_comes_beside_the_new_ones(tmp_path: Path) -> None:
+    async def main(made: Launcher):
+        async with client(made) as dock, client(made, "slow") as slow:
+            await dock.admit(group(0))
+            rows = await dock.take(ROLLOUT)
+            await dock.complete(rows, written(ROLLOUT, rows.row_ids))
+            old = await slow.take(REF)
+            made.kill("warehouse 0")
+            again = await dock.take(ROLLOUT)
+            await slow.complete(old, written(REF, old.row_ids))
+            assert slow.ignored_puts == GROUP
+            await dock.complete(again, written(ROLLOUT, again.row_ids, salt=1000))
+            anew = await slow.take(REF)
+            await slow.complete(anew, written(REF, anew.row_ids, salt=1000))
+            for of in (REWARD_STAGE, ADVANTAGE_STAGE):
+                rows = await dock.take(of)
+                await dock.complete(rows, written(of, rows.row_ids, salt=1000))
+            got = await dock.fetch(await dock.take(UPDATE), (TOKEN_IDS, REF_LOGPROBS))
+            return values_of(got, TOKEN_IDS), values_of(got, REF_LOGPROBS)
+
+    with launcher(PLAIN, options(1, lease_s=60.0), tmp_path, durability="none") as made:
+        tokens, logprobs = run(main(made))
+    assert [row[0] for row in tokens] == [row[0] for row in logprobs] and tokens[0][0] >= 1000

@@ -90,6 +90,7 @@ def test_an_inventory_says_what_is_where(pair: dict[int, Process]) -> None:
         assert found.row_ids.tolist() == [300, 301]
         assert {name: values.tolist() for name, values in found.births.items()} == {
             "order": [6, 6], "group_id": [60, 60], "place": [1, 1], "sample": [0, 1], "length": [-1, 3],
+            "life": [0, 0],
         }  # fmt: skip
         assert found.have["prompt"].tolist() == [True, True] and found.have["token_ids"].tolist() == [False, True]
         with pytest.raises(UnknownField, match="row 300 has no token_ids yet"):
@@ -341,10 +342,19 @@ def test_the_first_goes_on_alone_and_a_new_replica_gets_everything() -> None:
             while client.ask(0, m.Stats()).values["replica_alone"]:
                 threading.Event().wait(0.05)
             client.put(three, 0, m.Birth(2, 2, 0))
+            os.kill(again.pid, signal.SIGSTOP)  # neither is one waited for that is there and says nothing
+            client.put(make_batch([5], first=30), 0, m.Birth(3, 3, 0))
+            client.free(np.array([11, 30]), 0)
+            assert client.ask(0, m.Stats()).values["replica_alone"] == 1
+            os.kill(again.pid, signal.SIGCONT)
+            while client.ask(0, m.Stats()).values["replica_alone"]:
+                threading.Event().wait(0.05)
+            client.put(make_batch([6], first=40), 0, m.Birth(4, 4, 0))
             first.kill()
             client.redirect(0, again.peer)
             ids = np.array([20, 0, 10, 1])
             assert same(client.get(ids, 0, FIELDS), Batch.concat([one, two, three]).by_id(ids))
+            assert sorted(client.inventory(0).row_ids) == [0, 1, 10, 20, 21, 40], "nor what was freed meanwhile"
     finally:
         for each in running:
             each.stop()

@@ -131,7 +131,13 @@ def test_config_commands_import_no_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True)
 
 
-IMPORT_NAMES = {"pyyaml": "yaml", "pyzmq": "zmq", "reasoning-gym": "reasoning_gym", "math-verify": "math_verify"}
+IMPORT_NAMES = {
+    "pynacl": "nacl",
+    "pyyaml": "yaml",
+    "pyzmq": "zmq",
+    "reasoning-gym": "reasoning_gym",
+    "math-verify": "math_verify",
+}
 TRANSITIVE = {"annotated_types": "pydantic", "jinja2": "torch and transformers"}
 
 

@@ -25,7 +25,7 @@ from docklands.dock.warehouse.calls import Session
 from docklands.dock.warehouse.nearby import Nearby
 from docklands.dock.warehouse.notices import notices_from, notices_message
 from docklands.dock.warehouse.store import Store, WarehouseOptions
-from docklands.dock.wire.format import column_meta
+from docklands.dock.wire.format import Limits, column_meta
 from docklands.errors import DockClosed, RowGone
 
 READERS = {stage.name: stage for stage in PLAIN.stages if stage is not ROLLOUT}
@@ -52,14 +52,14 @@ class Node:
         reply, buffers = self.store.answer(CLIENT, message, [memoryview(bytearray(frame)) for frame in frames])
         outbox, self.store.outbox = self.store.outbox, []
         if outbox:
-            self.control.notice(notices_from(*notices_message(0, 1, 1, outbox)))
+            self.control.notice(notices_from(*notices_message(0, (1, 1), outbox))[0])
         for place, row_ids in self.control.settle():
             assert place == 0
             self.store.free(row_ids)
         return reply, [memoryview(bytearray(buffer)) for buffer in buffers]
 
     def put(self, batch: Batch, birth: m.Birth | None = None) -> None:
-        steps = calls.put(self.sessions, batch, 0, birth, "")
+        steps = calls.put(self.sessions, batch, 0, calls.Why(birth))
         try:
             asks = next(steps)
             while True:
@@ -222,6 +222,42 @@ def test_a_view_of_a_slab_that_was_recycled_says_so() -> None:
         with pytest.raises(RowGone, match="freed while they were read"):
             held.check()
         assert near.read(node.sessions, ref.row_ids, fields, copy=True) is None
+    finally:
+        node.store.close()
+
+
+@pytest.mark.parametrize("way", ["nearby", "asked"])
+def test_a_copy_of_rows_that_are_freed_while_it_is_made_is_given_to_nobody(way: str) -> None:
+    node = Node(0)
+    try:
+        node.admit()
+        node.slab()
+        rows = node.control.look_take("rollout", node.control.want("rollout", None, None), 0.0)
+        assert rows is not None
+        node.put(written(ROLLOUT, rows.row_ids))
+        node.control.finish(rows, {})
+        ref = node.control.look_take("ref", node.control.want("ref", None, None), 0.0)
+        assert ref is not None
+        near, fields, find = Nearby(ref, node.control.homes(ref)), READERS["ref"].reads, node.session.find
+
+        def freed_meanwhile(home: Any, nbytes: int) -> Any:
+            view = find(home, nbytes)
+            node.slab()
+            node.control.drop_rows(dict.fromkeys(ref.row_ids.tolist(), "late"), None)
+            node.control.give_back("ref", ref.lease)
+            node.say(m.Stats(), [])
+            node.admit()
+            return view
+
+        node.session.find = freed_meanwhile  # type: ignore[method-assign]
+        if way == "nearby":
+            assert near.read(node.sessions, ref.row_ids, fields, copy=True) is None
+        else:
+            steps = calls.get(node.sessions, ref.row_ids, 0, fields, ("ref", True, Limits()))
+            asks = next(steps)
+            with pytest.raises(RowGone):
+                while True:
+                    asks = steps.send([node.say(*ask.build(node.session)) for ask in asks])
     finally:
         node.store.close()
 

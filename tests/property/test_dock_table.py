@@ -75,7 +75,7 @@ def test_a_roster_keeps_groups_side_by_side_and_reuses_its_blocks(events, size) 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 50), max_size=12)), max_size=30))
 def test_a_table_forgets_what_was_removed(changes) -> None:
-    table, model = RowTable(value=np.int64), {}
+    table, model = RowTable("value"), {}
     for add, ids in changes:
         chosen = np.array([i for i in ids if (i in model) != add], np.int64)
         if add:

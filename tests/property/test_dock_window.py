@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.dock_parts import GROUP, PLAIN, REF, ROLLOUT, UPDATE, admit_all, options, pump, run, work, written
@@ -71,6 +74,55 @@ def test_a_group_is_overtaken_in_so_many_updates_at_most_and_never_too_stale(pro
     steps = run(slow_flow(Dock(PLAIN, given_options), groups, seed))
     assert sorted(group for step in steps for group in step) == list(range(groups))
     assert max(overtaken(steps).values(), default=0) <= overtake
+
+
+async def in_visits(dock: Dock, groups: int, seed: int) -> tuple[list[list[int]], int]:
+    """One reader of rollouts that ends some groups and leaves the others for later; -> the groups of every update, and
+    visits of what was left alone while an update was possible.
+    """
+    chance = random.Random(seed)
+    steps: list[list[int]] = []
+    left: dict[int, int] = {}
+    alone = [0]
+
+    async def rollout() -> None:
+        async for rows in dock.stream(ROLLOUT):
+            found = dict.fromkeys(rows.group_ids.tolist())
+            begun = [group for group in found if group in left]
+            alone[0] += len(begun) == len(found) and dock._control.controllers["update"].can_take(2, False)
+            for group in found:
+                left.setdefault(group, chance.choice((0, 0, 0, 1, 3)))
+            later = [row for row, group in zip(rows.row_ids.tolist(), rows.group_ids.tolist()) if left[group]]
+            ended = rows.row_ids[~np.isin(rows.row_ids, later)]
+            if len(ended):
+                await dock.put(written(ROLLOUT, ended))
+            for group in found:
+                left[group] -= left[group] > 0
+            await dock.finish(rows, Outcome(later=later))
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(admit_all(dock, groups))
+        tasks.create_task(rollout())
+        for stage in PLAIN.upstream_of("update")[1:]:
+            tasks.create_task(pump(dock, stage, [], lambda *_: {}, partial(asyncio.sleep, 0)))
+        async for rows in dock.stream(UPDATE):
+            steps.append(list(dict.fromkeys(rows.group_ids.tolist())))
+            await asyncio.sleep(0)
+            await dock.retire(rows)
+        await dock.close()
+    return steps, alone[0]
+
+
+@settings(max_examples=15, deadline=None)
+@given(staleness=st.integers(1, 4), share=st.floats(0, 1), take=st.integers(0, 1), seed=st.integers(0, 9999))
+def test_what_a_visit_left_waits_for_others_and_never_for_ever(staleness, share, take, seed):
+    overtake = round(share * staleness)
+    given_options = options(2, max_staleness=staleness, overtake=overtake, deterministic=False)
+    given_options = replace(given_options, groups_per_take=take * given_options.window)
+    steps, alone = run(in_visits(Dock(PLAIN, given_options), 41, seed))
+    assert sorted(group for step in steps for group in step) == list(range(41))
+    assert max(overtaken(steps).values(), default=0) <= overtake
+    assert alone == 0, "the tail would have held the device while an update was possible"
 
 
 def test_slow_groups_are_overtaken_only_where_it_is_allowed() -> None:

@@ -154,6 +154,7 @@ def test_a_client_that_joins_again_keeps_the_leases_that_it_names():
         (c.Finish("ref", 12345), rows_of(0), "never gave out the lease 12345"),
         (c.GiveBack("nothing", 1), None, "no stage 'nothing'"),
         (c.Load(), np.arange(5), "cannot be read"),
+        (c.Take("ref", wait_s=float("nan"), groups=9), None, "take of 9 groups"),
     ],
 )
 def test_what_cannot_be_right_is_one_line(message, rows, says):

@@ -83,6 +83,21 @@ def test_a_by_group_stage_waits_for_the_whole_group():
     run(main())
 
 
+def test_a_cap_of_tokens_never_splits_a_group():
+    """Groups of 10 and 11 tokens; 16 would hold two rows of the second one, too."""
+
+    async def main():
+        dock = Dock(PLAIN, options(2, deterministic=False))
+        await admit(dock, 0, 1)
+        for of in (ROLLOUT, REWARD_STAGE):
+            await work(dock, of, await dock.take(of, groups=2))
+        rows = await dock.take(ADVANTAGE_STAGE, groups=2, max_tokens=16)
+        assert rows.row_ids.tolist() == list(range(GROUP)) and rows.lengths.sum() == 10
+        assert len(await dock.take(ADVANTAGE_STAGE, groups=2, max_tokens=16)) == GROUP
+
+    run(main())
+
+
 def test_a_group_goes_on_without_its_dropped_rows():
     async def main():
         dock = Dock(PLAIN, options(1))

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 import zmq
+from zmq.utils import z85
 
-from docklands.dock.wire import near
+from docklands.dock.wire import near, net
 from docklands.dock.wire.lines import NearLine, connect
-from docklands.dock.wire.near import HELLO, MAGIC, NO, YES, Door, name_of, reach
-from docklands.dock.wire.net import DOWN, REFUSED, UP, Connection, Listener, Peer, make_keys
+from docklands.dock.wire.near import ANSWER, HELLO, MAGIC, NO, YES, Door, name_of, reach
+from docklands.dock.wire.net import DOWN, REFUSED, UP, Connection, Keys, Listener, Peer, make_keys
+from docklands.dock.wire.proof import CLIENT, PROOF, SERVER, holds, proof, shared
 from docklands.dock.wire.stream import ALIGN, HEAD, Stream, made
 
 
@@ -31,8 +33,8 @@ class Ends:
         self.peer = Peer(self.listener.endpoint, self.keys.public)
         self.lines: list[Connection | NearLine] = []
 
-    def line(self) -> NearLine:
-        line = connect(self.context, self.peer, self.mine)
+    def line(self, keys: Keys | None = None) -> NearLine:
+        line = connect(self.context, self.peer, keys or self.mine)
         assert isinstance(line, NearLine)
         self.lines.append(line)
         return line
@@ -40,6 +42,17 @@ class Ends:
     def serve(self, answer: Callable[[list[memoryview]], list[memoryview]] = list) -> None:
         for client, frames in self.listener.receive(timeout_s=0.02):
             self.listener.send(client, answer(frames))
+
+    def lose(self, line: NearLine) -> str:
+        """End the server, until the line has noticed; where it listened."""
+        endpoint = self.listener.endpoint
+        self.listener.close()
+        end = time.monotonic() + 20.0
+        while line.state != DOWN:
+            assert time.monotonic() < end
+            line.has_message()
+            line.look()
+        return endpoint
 
     def until(self, done: Callable[[], object]) -> None:
         end = time.monotonic() + 20.0
@@ -130,13 +143,7 @@ def test_another_user_neither_gets_in_nor_is_talked_to(ends: Ends, monkeypatch: 
 def test_a_server_that_comes_back_is_found_again(ends: Ends) -> None:
     line = ends.line()
     ends.until(lambda: line.state == UP)
-    name, endpoint = line.handles, ends.listener.endpoint
-    ends.listener.close()
-    end = time.monotonic() + 20.0
-    while line.state != DOWN:
-        assert time.monotonic() < end
-        line.has_message()
-        line.look()
+    name, endpoint = line.handles, ends.lose(line)
     line.send([b"lost"])
     ends.listener = Listener(endpoint, ends.keys, [ends.mine.public])
     ends.until(lambda: line.ups == 2)
@@ -145,6 +152,75 @@ def test_a_server_that_comes_back_is_found_again(ends: Ends) -> None:
     found: list[list[memoryview]] = []
     ends.until(lambda: found.extend(line.receive()) or found)
     assert [bytes(frames[0]) for frames in found] == [b"again"]
+
+
+def test_a_server_that_comes_back_without_its_door_is_talked_to_over_tcp(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ends.line()
+    ends.until(lambda: line.state == UP)
+    name, endpoint = line.handles, ends.lose(line)
+    monkeypatch.setattr(near, "FALL_S", 0.1)
+    monkeypatch.setattr(net, "possible", lambda: False)
+    ends.listener = Listener(endpoint, ends.keys, [ends.mine.public])
+    poller = zmq.Poller()
+    for handle in name:
+        poller.register(handle, zmq.POLLIN)
+
+    def back() -> bool:  # as a client does: look only where a descriptor says so
+        ready = dict(poller.poll(0))
+        if name[0] in ready:
+            line.has_message()
+        if name[1] in ready:
+            line.look()
+        return line.ups == 2
+
+    lines, ends.lines = ends.lines, []
+    ends.until(back)
+    ends.lines = lines
+    assert line.state == UP and line.far and line.handles == name
+    line.send([b"again", bytes(100_000)])
+    found: list[list[memoryview]] = []
+    ends.until(lambda: found.extend(line.receive()) or found)
+    assert [bytes(frame) for frame in found[0]] == [b"again", bytes(100_000)]
+    ends.lose(line)
+
+
+def test_who_lacks_the_secret_of_a_key_on_the_list_gets_nothing(ends: Ends) -> None:
+    """A process of the same user that knows both public keys; and a server that only claims to be one."""
+    thief = ends.line(Keys(ends.mine.public, make_keys().secret))
+    thief.send([b"let me in"])
+    ends.until(lambda: thief.state == REFUSED)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect(name_of(ends.keys.public))
+    sock.settimeout(20.0)
+    sock.send(HELLO.pack(MAGIC, bytes(16), ends.mine.public.encode(), bytes(PROOF)) + bytes(PROOF) + good(b"let me in"))
+    before = ends.listener.refused
+    ends.until(lambda: ends.listener.refused > before)
+    assert len(sock.recv(1000)) == ANSWER.size and sock.recv(1000) == b"" and not ends.listener.left()
+    sock.close()
+    claimed = make_keys()
+    door = Door((claimed.public, make_keys().secret), lambda key: key == ends.mine.public, 1 << 20)
+    line = connect(ends.context, Peer("tcp://127.0.0.1:9", claimed.public), ends.mine)
+    line.send([b"a secret"])
+    heard = []
+    ends.lines.append(line)
+    ends.until(lambda: heard.extend(door.receive()) or line.state == REFUSED)
+    assert not heard and not thief.receive() and isinstance(line, NearLine)
+    door.close(0.0)
+
+
+def test_both_ends_make_the_same_secret_and_it_is_that_of_curve25519() -> None:
+    """A vector of RFC 7748, section 5.2."""
+    scalar = "a546e36bf0527c9d3b16154b82465edd62144c0ac1fc5a18506a2244ba449ac4"
+    point = "e6db6867583030db3594c1a424b15f7c726624ec26b3353b10a903a6d0ab1c4c"
+    product = "c3da55379de9c6908e94ea4df28d084f32eccf03491c71f754b4075577a28552"
+    assert shared(*(z85.encode(bytes.fromhex(x)).decode() for x in (scalar, point))).hex() == product
+    one, other = make_keys(), make_keys()
+    assert shared(one.secret, other.public) == shared(other.secret, one.public) != shared(one.secret, one.public)
+    for bad in ("", "x" * 35, z85.encode(bytes(32)).decode()):
+        with pytest.raises(ValueError, match="key"):
+            shared(one.secret, bad)
 
 
 def test_a_client_that_has_gone_is_named(ends: Ends) -> None:
@@ -181,49 +257,69 @@ def good(*frames: bytes) -> bytes:
     return data
 
 
+class Visitor:
+    """A client by hand."""
+
+    def __init__(self, door: Door, keys: Keys, mine: Keys, name: bytes) -> None:
+        sock = reach(keys.public)
+        assert sock is not None
+        self.sock, self.door, self.client = sock, door, name.ljust(16)
+        self.hello = HELLO.pack(MAGIC, self.client, mine.public.encode(), bytes(PROOF))
+        self.secret = shared(mine.secret, keys.public)
+
+    def come_in(self) -> None:
+        """Say the hello, and prove the key."""
+        self.sock.send(self.hello)
+        for _ in range(2):
+            assert self.door.receive() == []
+        word, number, said = ANSWER.unpack(self.sock.recv(ANSWER.size))
+        facts = self.client + bytes(PROOF) + number
+        assert word == YES and holds(said, self.secret, SERVER, facts)
+        self.sock.send(proof(self.secret, CLIENT, facts))
+
+
 def test_bytes_that_are_no_message_end_their_line_only() -> None:
     """2,000 random, cut and changed streams: each is dropped or understood, and others are served on."""
     keys, mine = make_keys(), make_keys()
-    door = Door(keys.public, lambda key: key == mine.public, 1 << 20)
+    door = Door((keys.public, keys.secret), lambda key: key == mine.public, 1 << 20)
     rng = random.Random(1)
-    hello = HELLO.pack(MAGIC, b"friend".ljust(16), mine.public.encode())
     whole = good(b"hello", b"", bytes(300))
-    friend = reach(keys.public)
-    assert friend is not None
-    friend.send(hello)
+    friend = Visitor(door, keys, mine, b"friend")
+    friend.come_in()
     understood = dropped = 0
     try:
         for number in range(2000):
-            sock = reach(keys.public)
-            assert sock is not None
-            start = hello.replace(b"friend", b"%06d" % number) if rng.random() < 0.9 else rng.randbytes(HELLO.size)
-            data = bytearray(start + (whole if rng.random() < 0.7 else rng.randbytes(rng.randrange(200))))
+            guest = Visitor(door, keys, mine, b"%06d" % number)
+            if rng.random() < 0.8:
+                guest.come_in()
+                data = bytearray(whole if rng.random() < 0.7 else rng.randbytes(rng.randrange(1, 200)))
+            else:
+                data = bytearray(guest.hello if rng.random() < 0.7 else rng.randbytes(HELLO.size)) + whole
             for _ in range(rng.randrange(4)):
                 data[rng.randrange(len(data))] = rng.randrange(256)
-            sock.send(data[: rng.randrange(1, len(data) + 1)] if rng.random() < 0.3 else data)
+            guest.sock.send(data[: rng.randrange(1, len(data) + 1)] if rng.random() < 0.3 else data)
             for _ in range(3):
                 for _, frames in door.receive():
                     understood += 1
                     assert sum(map(len, frames)) < 1 << 20
-            sock.close()
+            guest.sock.close()
             door.receive()
             dropped += len(door.gone)
             door.gone.clear()
         for bad in (HEAD.pack(1 << 20, 0), HEAD.pack(1, 1 << 40), HEAD.pack(1, 64) + struct.pack("<Q", 1 << 63)):
-            sock = reach(keys.public)
-            assert sock is not None
-            sock.send(hello.replace(b"friend", b"badone") + bad)
+            guest = Visitor(door, keys, mine, b"badone")
+            guest.come_in()
+            guest.sock.send(bad)
             for _ in range(3):
                 assert door.receive() == []
-            sock.setblocking(True)
-            sock.settimeout(5.0)
-            assert sock.recv(10) in (YES, b"") and sock.recv(10) == b"", "the line is ended"
-            sock.close()
-        friend.send(whole)
+            guest.sock.settimeout(5.0)
+            assert guest.sock.recv(10) == b"", "the line is ended"
+            guest.sock.close()
+        friend.sock.send(whole)
         [(client, frames)] = door.receive()
         assert client == b"friend".ljust(16) and [len(frame) for frame in frames] == [5, 0, 300]
     finally:
-        friend.close()
+        friend.sock.close()
         door.close(0.0)
     assert understood > 200 and dropped > 200 and door.denied > 100 and NO != YES
 

@@ -1,4 +1,4 @@
-"""A lease of which a warehouse has lost some rows: what its reader says of them counts no more."""
+"""A lease of which a warehouse has lost some rows: what its reader says of them counts no more. One that a put ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from docklands.dock.control import messages as c
 from docklands.dock.control.desk import Desk
 from docklands.dock.control.recover import align
 from docklands.dock.rules.control import Control
-from docklands.dock.rules.messages import Notice
+from docklands.dock.rules.messages import Ended, Notice
 
 
 class Talk:
@@ -59,3 +59,55 @@ def test_verdicts_on_rows_that_were_never_given_are_refused() -> None:
     talk.ready(*talk.control.flow.writes["rollout"])
     [reply] = talk.say(c.Finish("rollout", taken.lease, {77: "bad"}))
     assert "dropped rows that it was not given: 77" in reply.message
+
+
+def rolled_out() -> tuple[Talk, c.Taken]:
+    """Group 0 is in the hands of a reader of "reward"."""
+    talk = Talk()
+    talk.say(c.Admit([0]), rows_of(0).tobytes())
+    talk.ready(*talk.control.flow.sources)
+    [rollout] = talk.say(c.Take("rollout"))
+    talk.ready(*talk.control.flow.writes["rollout"])
+    talk.desk.ended(Ended("rollout", rollout.lease, rows_of(0)))
+    [taken] = talk.say(c.Take("reward"))
+    return talk, taken
+
+
+def test_a_lease_that_ends_with_a_put_needs_no_word_of_its_reader() -> None:
+    talk, taken = rolled_out()
+    controller = talk.control.controller("reward")
+    talk.desk.ended(Ended("reward", taken.lease, rows_of(0), (2, 99)))  # without the columns: passed over
+    assert taken.lease in controller.leases
+    talk.ready("reward")
+    talk.desk.ended(Ended("reward", taken.lease, rows_of(0), (2, 99)))
+    assert not controller.leases and controller.census().done == GROUP
+    assert talk.control.counters.stages["reward"].fetches == 4
+    late = talk.control.counters.late_acks
+    talk.desk.ended(Ended("reward", taken.lease, rows_of(0)))  # said again after a lost line
+    assert talk.control.counters.late_acks == late + GROUP and controller.census().done == GROUP
+    talk.desk.ended(Ended("reward", 77, rows_of(0)))  # and what was never lent is nothing
+    talk.desk.ended(Ended("nobody", 1, rows_of(0)))
+
+
+def test_an_end_that_was_lost_with_its_line_follows_from_the_inventory() -> None:
+    """Columns alone say nothing: the reader may still drop a row of which it has put them. The warehouse knows."""
+    talk, taken = rolled_out()
+    controller = talk.control.controller("reward")
+    unwritten = [name for name in ("ref_logprobs", "advantage") if name in talk.control.flow.fields]
+    have = {name: np.full(GROUP, name not in unwritten) for name in talk.control.flow.fields}
+    align(talk.control, 0, (rows_of(0), have, np.full(GROUP, 3)), rebuilt=False)
+    assert controller.census().leased == GROUP
+    for stage, lease in (("nobody", 1), ("reward", 77), ("ref", taken.lease)):
+        talk.desk.over(stage, lease)
+    assert controller.census().leased == GROUP
+    talk.desk.over("reward", taken.lease)
+    assert controller.census().done == GROUP and taken.lease not in controller.leases
+
+
+def test_a_verdict_after_an_inventory_counts() -> None:
+    talk, taken = rolled_out()
+    talk.ready("reward")
+    have = {name: np.full(GROUP, name not in ("ref_logprobs", "advantage")) for name in talk.control.flow.fields}
+    align(talk.control, 0, (rows_of(0), have, np.full(GROUP, 3)), rebuilt=False)
+    assert talk.say(c.Finish("reward", taken.lease, {2: "error: unlucky"})) == [c.Yes()]
+    assert talk.control.ledger.dropped == {"error": 1} and talk.control.counters.late_acks == 0

@@ -11,7 +11,7 @@ from tests.warehouse_parts import make_batch
 
 from docklands.core.batch import Batch
 from docklands.core.fields import PROMPT, REWARD, TOKEN_IDS
-from docklands.dock.rules.messages import Notice
+from docklands.dock.rules.messages import Ended, Notice
 from docklands.dock.warehouse import messages as m
 from docklands.dock.warehouse.notices import notices_from, notices_message
 from docklands.dock.wire.format import (
@@ -162,12 +162,18 @@ def test_notices_of_one_stage_and_columns_are_joined() -> None:
         return Notice(stage, np.array(ids), columns, np.array(ids) * 10)
 
     given = [notice("ref", [1, 2], "a"), notice("adv", [1], "a", "b"), notice("ref", [5], "a")]
-    message, frames = notices_message(3, 4, 6, given)
+    message, frames = notices_message(3, (4, 6), given)
     assert (message.place, message.first, message.last) == (3, 4, 6)
-    found = notices_from(message, frames)
+    found, _ = notices_from(message, frames)
     assert [(n.stage, n.columns, n.row_ids.tolist(), n.lengths.tolist()) for n in found] == [
         ("ref", ("a",), [1, 2, 5], [10, 20, 50]),
         ("adv", ("a", "b"), [1], [10]),
+    ]
+    ended = [Ended("ref", 7, np.array([1, 2, 5]), (3, 400)), Ended("adv", 1 << 41, np.array([1]))]
+    found, through = notices_from(*notices_message(3, (4, 6), given, ended))
+    assert len(found) == 2 and [(e.stage, e.lease, e.row_ids.tolist(), e.read) for e in through] == [
+        ("ref", 7, [1, 2, 5], (3, 400)),
+        ("adv", 1 << 41, [1], (0, 0)),
     ]
     with pytest.raises(WireError):
         notices_from(message, [b"12345678"])

@@ -132,6 +132,16 @@ class Batch:
         self._columns = {field: make_column(field, value, len(ids)) for field, value in columns.items()}
         self._check_alignment()
 
+    @classmethod
+    def made(cls, row_ids: np.ndarray, columns: Mapping[Field[Any], Column]) -> Batch:
+        """As Batch(...), of int64 ids and columns that are known to be what their fields say, an entry for each row."""
+        batch = cls.__new__(cls)
+        batch.row_ids = row_ids.copy()
+        batch.row_ids.setflags(write=False)
+        batch._columns = dict(columns)
+        batch._check_alignment()
+        return batch
+
     def _check_alignment(self) -> None:
         token_columns = {f: c for f, c in self._columns.items() if f.is_token and isinstance(c, Jagged)}
         if not token_columns:

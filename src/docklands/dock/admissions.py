@@ -102,7 +102,8 @@ class Admissions(Outlook):
         batch = kept.batch
         lost = batch.select(np.isin(batch.row_ids, row_ids))
         try:
-            await self.warehouses.put(lost, again.place, m.Birth([again.order], [again.group_id], again.place))
+            birth = m.Birth([again.order], [again.group_id], again.place, life=again.loss)
+            await self.warehouses.put(lost, again.place, birth)
             await self._call(c.Admit([again.group_id], loss=again.loss), [batch.row_ids.data])
         except (DockError, WarehouseLost) as error:
             log.error("dock: group %d could not be admitted again: %s", again.group_id, error)

@@ -118,14 +118,16 @@ class DistributedDock(Readings):
         finally:
             for task in asked:
                 task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            for ahead_of in await asyncio.gather(*asked, return_exceptions=True):
+                if isinstance(ahead_of, Rows) and ahead_of.lease:  # had come already
+                    await self.give_back(ahead_of)
 
     async def put(self, batch: Batch) -> None:
         """See Dock.put. Rows that left under their reader's hands are passed over and counted."""
         await self._write(batch, None)
 
-    async def _write(self, batch: Batch, places: np.ndarray | None) -> None:
-        """places: of the rows, where they are known."""
+    async def _write(self, batch: Batch, places: np.ndarray | None, lease: int = 0, ends: bool = False) -> None:
+        """places: of the rows, where they are known. lease: under which they were read; `ends`: with this put."""
         stage = self._check_put(batch.fields)
         if not unique_ids(batch.row_ids):
             raise DockError(f"a put names a row twice: {rows_text(batch.row_ids.tolist())}")
@@ -136,7 +138,10 @@ class DistributedDock(Readings):
         if not here.any():
             return
         part, places = (batch, places) if here.all() else (batch.select(here), places[here])
-        found = await self.warehouses.put(part, places.astype(np.int32), stage=stage)
+        read = self._read_here.pop((stage, lease), (0, 0)) if ends else (0, 0)
+        ended = lease if ends else 0, read, self.control.lives_of(stage, lease)
+        place = int(places[0]) if ends else places.astype(np.int32)
+        found = await self.warehouses.put(part, place, stage=stage, ended=ended)
         self.ignored_puts += found.ignored + len(found.gone) * len(batch.fields)
         if len(found.gone):
             self._forget(found.gone)
@@ -148,24 +153,28 @@ class DistributedDock(Readings):
         if len(done) or not len(later):
             await self._end(done, c.Finish(rows.stage, rows.lease, reasons(outcome)))
         if isinstance(later, Rows) and len(later):
-            await self.give_back(later)
+            await self.give_back(later, begun=True)
 
     async def complete(self, rows: Rows, batch: Batch, outcome: Outcome | None = None) -> None:
         """`put` what a stage made of rows, and `finish` them, in one wait instead of two.
 
-        The control process holds the acknowledgement until the warehouses have told it of the columns, so both can be
-        under way at once. Raises what the two raise; the rows are not finished when the put has failed.
+        Where the rows are a whole lease and lie in one warehouse, that one tells the control process of both. Else the
+        control process holds the acknowledgement until the warehouses have told it of the columns, so both can be under
+        way at once. Raises what the two raise; the rows are not finished when the put has failed.
         """
         outcome = outcome or Outcome()
         same = batch.row_ids is rows.row_ids or np.array_equal(batch.row_ids, rows.row_ids)
         places = rows.places if same else None
         if outcome.later or not len(rows):
-            await self._write(batch, places)
+            await self._write(batch, places, rows.lease)
             return await self.finish(rows, outcome)
+        if same and not outcome.dropped and self._may_end(rows, batch):
+            await self._write(batch, places, rows.lease, ends=True)
+            return self._let_go((rows.stage, rows.lease))
         message = c.Finish(rows.stage, rows.lease, reasons(outcome))
         said = self._say_end(rows, message)
         try:
-            await self._write(batch, places)
+            await self._write(batch, places, rows.lease)
         except BaseException:
             self.control.unsay(said)
             raise
@@ -186,12 +195,11 @@ class DistributedDock(Readings):
         """See Dock.retire. Once it returns, these rows are never trained again, whatever dies."""
         await self._end(rows, c.Retire(rows.stage, rows.lease))
 
-    async def give_back(self, rows: Rows) -> None:
-        """A reader cannot go on (its warehouse was lost): the rows of its lease are free for another one at once."""
+    async def give_back(self, rows: Rows, begun: bool = False) -> None:
+        """A reader cannot go on (its warehouse was lost): its rows are free at once, or (begun) beside others."""
         held = rows.stage, rows.lease
-        self.control.leases.pop(held, None)
         self._let_go(held)
-        await self._call(c.GiveBack(*held, self._read_here.pop(held, (0, 0))))
+        await self._call(c.GiveBack(*held, self._read_here.pop(held, (0, 0)), begun))
 
     async def close(self) -> None:
         """See Dock.close. Warehouses and control process stay until their launcher stops them."""
@@ -210,6 +218,11 @@ class DistributedDock(Readings):
             self._checked[fields] = next(writers, "")
         return self._checked[fields]
 
+    def _may_end(self, rows: Rows, batch: Batch) -> bool:
+        """The put of these rows can end their lease: they are all of it, of the stage that writes, in one warehouse."""
+        whole = rows.lease and self.control.leases.get((rows.stage, rows.lease), 0) == len(rows)
+        return bool(whole) and self._check_put(batch.fields) == rows.stage and not np.ptp(rows.places)
+
     def _say_end(self, rows: Rows, message: Any) -> Call:
         """Begin to acknowledge. Rows are named if they are not all of their lease."""
         held = rows.stage, rows.lease
@@ -223,16 +236,15 @@ class DistributedDock(Readings):
     async def _end(self, rows: Rows, message: Any, said: Call | None = None) -> None:
         """Acknowledge rows; said: what has been said already."""
         held = rows.stage, rows.lease
-        left = self.control.leases.get(held, 0) - len(rows)
+        left = abs(self.control.leases.get(held, 0)) - len(rows)
         try:
             said = said or self._say_end(rows, message)
             reply, _ = await self.control.answer(said, self.options.wait_s + self._lost_s)
             if not reply.value:  # the lease has ended meanwhile
                 await self._call(message, [np.ascontiguousarray(rows.row_ids).data])
         finally:
-            self.control.leases.pop(held, None)
             if left > 0:
-                self.control.leases[held] = left
+                self.control.leases[held] = -left  # never again taken for all of its lease: rows are named
             else:
                 self._let_go(held)
         if not isinstance(message, c.Finish):
@@ -261,6 +273,7 @@ class DistributedDock(Readings):
 
     def _let_go(self, held: tuple[str, int]) -> None:
         """A lease has ended."""
+        self.control.forget(held)
         self._taken.pop(held, None)
         self._nearby.pop(held, None)
 

@@ -154,7 +154,7 @@ class Dock(InProcess):
 
     async def finish(self, rows: Rows, outcome: Outcome) -> None:
         """Acknowledge a lease: its rows are done for the stage, those in `outcome.dropped` leave the flow, those in
-        `outcome.later` are free again.
+        `outcome.later` are free again, beside others or when nothing else can go on.
 
         After the lease's deadline it counts only for rows that nobody else has taken since. Raises TooManyDropped
         when more groups were lost since the last retirement than the options allow; so do all waits from then on.
@@ -163,7 +163,7 @@ class Dock(InProcess):
             done, later = rows.split(outcome.later)
             self._control.finish(done, outcome.dropped)
             if len(later):
-                self._control.give_back(rows.stage, rows.lease)
+                self._control.give_back(rows.stage, rows.lease, later=True)
             self._settle()
             self._control.raise_failure()
 

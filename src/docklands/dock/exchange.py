@@ -124,6 +124,8 @@ def checked_groups(flow: Flow, batch: Batch) -> tuple[Batch, list[int]]:
         raise UnknownField(f"admission has the wrong columns: {', '.join(wrong)}", f"sources: {flow.sources}")
     if GROUP_ID not in batch or not len(batch):
         raise DockError("admission is of whole groups, with their group_id")
+    if (groups := in_order(batch)) is not None:
+        return batch, groups
     ids, first, member = np.unique(batch[GROUP_ID].numpy(), return_index=True, return_inverse=True)
     turn = np.argsort(np.argsort(first))  # groups stay in the order in which they come
     sizes = np.bincount(member)
@@ -135,6 +137,23 @@ def checked_groups(flow: Flow, batch: Batch) -> tuple[Batch, list[int]]:
     order = np.lexsort((samples, turn[member]))
     sorted_already = np.array_equal(order, np.arange(len(batch)))
     return (batch if sorted_already else batch.select(order)), ids[np.argsort(first)].tolist()
+
+
+def in_order(batch: Batch) -> list[int] | None:
+    """Ids of the groups of a batch that stand one after the other, of one size and each by sample index; else None."""
+    ids = batch[GROUP_ID].numpy()
+    starts = np.flatnonzero(np.concatenate(([True], ids[1:] != ids[:-1])))
+    groups = ids[starts].tolist()
+    size = len(ids) // len(groups)
+    if len(set(groups)) < len(groups) or not np.array_equal(starts, np.arange(len(groups)) * size):
+        return None
+    if SAMPLE_INDEX in batch:
+        samples = batch[SAMPLE_INDEX].numpy()
+        rising = samples[1:] > samples[:-1]
+        rising[starts[1:] - 1] = True
+        if not rising.all():
+            return None
+    return groups if size * len(groups) == len(ids) else None
 
 
 def check_late(control: Control, gone: np.ndarray) -> None:

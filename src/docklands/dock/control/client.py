@@ -58,6 +58,7 @@ class ControlClient:
         self.name = name or f"pid {os.getpid()}"
         self.lost_s = lost_s
         self.leases: dict[tuple[str, int], int] = {}
+        self.lives: dict[tuple[str, int], dict[int, int]] = {}
         self.epoch = 0
         self.bad_messages = 0
         self._groups, self._on_push = groups, on_push
@@ -116,8 +117,35 @@ class ControlClient:
 
     async def take(self, message: c.Take, wait_s: float) -> tuple[Rows, dict[str, list[int]]]:
         """Rows under a lease, which this client then holds; and their homes, see Taken."""
-        reply, frames = await self.call(message, deadline_s=wait_s + self.lost_s)
-        return c.rows_from(reply, frames), reply.homes
+        call = self.say(message)
+        try:
+            reply, frames = await self.answer(call, wait_s + self.lost_s)
+        except asyncio.CancelledError:  # it may have been answered in this very round: these rows are nobody's
+            if call.future.done() and not call.future.cancelled() and call.future.exception() is None:
+                self._unwanted(call.future.result()[0])
+            raise
+        rows = c.rows_from(reply, frames)
+        if any(reply.lives):
+            self.lives[reply.stage, reply.lease] = dict(zip(rows.row_ids.tolist(), reply.lives))
+        return rows, reply.homes
+
+    def _unwanted(self, message: Any) -> None:
+        """Rows that nobody waits for any more are free for another reader at once."""
+        if isinstance(message, c.Taken) and message.lease:
+            self.leases.pop((message.stage, message.lease), None)
+            if not self._closed:
+                self._send(0, c.GiveBack(message.stage, message.lease))
+
+    def lives_of(self, stage: str, lease: int) -> dict[int, int]:
+        """row -> its life when it was taken, if it was not the first; lease 0: when it was last taken."""
+        if lease or not self.lives:
+            return self.lives.get((stage, lease), {})
+        return {row: life for (of, _), rows in self.lives.items() if of == stage for row, life in rows.items()}
+
+    def forget(self, held: tuple[str, int]) -> None:
+        """A lease has ended."""
+        self.leases.pop(held, None)
+        self.lives.pop(held, None)
 
     def join(self) -> None:
         """Say again who is here: the groups that it can admit have changed. Before the first line: that says it too."""
@@ -153,7 +181,8 @@ class ControlClient:
         self._looking = False
         if not self._closed:
             self._line.flush()
-            self._readable()
+            if self._line.edge:
+                self._readable()
 
     def _readable(self) -> None:
         """Give out what has come. ZeroMQ's descriptor tells of changes only, so read until there is nothing."""
@@ -177,8 +206,8 @@ class ControlClient:
             if isinstance(message, c.Taken) and message.lease:
                 self.leases[message.stage, message.lease] = message.rows
             call.future.set_result((message, frames))
-        elif isinstance(message, c.Taken) and message.lease:  # nobody waits for these rows any more
-            self._send(0, c.GiveBack(message.stage, message.lease))
+        else:
+            self._unwanted(message)
 
     def _changed(self) -> None:
         """Something happened to the line: after a new start, say everything again."""

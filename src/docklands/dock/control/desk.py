@@ -6,6 +6,7 @@ Legend: B rows.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +21,13 @@ from docklands.dock.control import recover
 from docklands.dock.control.parking import Attempt, Parked, Parking, Reply, failure
 from docklands.dock.rules import explain
 from docklands.dock.rules.control import SLOT, Control
+from docklands.dock.rules.ledger import where
+from docklands.dock.rules.messages import Ended
 from docklands.dock.rules.table import NO_ROWS, unique_ids
 from docklands.dock.wire.format import Buffer, int64s
 from docklands.errors import DockClosed, DockError, DocklandsError, TakeTimeout, WireError
+
+log = logging.getLogger("docklands.dock.rules.control")
 
 NOTICES = "@notices"
 """Key of those that wait for what a warehouse has to tell."""
@@ -50,6 +55,8 @@ class Clients:
     control: Control
     clients: dict[bytes, Client]
     lost: dict[int, int]
+    frozen: set[bytes]
+    thawed: bool
     places: int
     _parking: Parking
     clock: Callable[[], float]
@@ -128,7 +135,14 @@ class Clients:
                 count += controller.leases[lease].left
                 self.control.give_back(stage, lease)
         self._parking.forget(client)
+        self.thaw(client)
         return f"{self.clients.pop(client).name}: {count} leased rows are free again"
+
+    def thaw(self, client: bytes) -> None:
+        """A client saves no longer: what it has kept from being freed is looked at again."""
+        if client in self.frozen:
+            self.frozen.remove(client)
+            self.thawed = self.thawed or not self.frozen
 
 
 class Desk(Clients):
@@ -138,6 +152,8 @@ class Desk(Clients):
     stale   warehouses that have to say what they hold before a loaded state counts
     moves   warehouses to be served elsewhere; joined: clients that have to hear where they are
     lost    groups of which a warehouse has lost rows whole, with the number of the loss, until they are there again
+    lives   row -> its life, of those that were lost and made anew (warehouse/lives.py)
+    frozen  clients that are saving: nothing is freed meanwhile; thawed: the last one is through
     """
 
     def __init__(self, control: Control, places: int, clock: Callable[[], float]) -> None:
@@ -145,12 +161,15 @@ class Desk(Clients):
         self.clock = clock
         self.epoch, self.pid = 1, 0
         self.running = True
-        self.frozen = self.thawed = False
+        self.frozen: set[bytes] = set()
+        self.thawed = False
         self.places = places
         self.stale: set[int] = set()
         self.clients: dict[bytes, Client] = {}
         self.outbox: list[tuple[bytes, int, Reply]] = []
         self.lost: dict[int, int] = {}
+        self.lives: dict[int, int] = {}
+        self._loaded = b""
         self.moves: list[c.Move] = []
         self.joined: list[bytes] = []
         self._parking = Parking()
@@ -189,7 +208,7 @@ class Desk(Clients):
                     control.drop(rows, message.reason)
                     control.raise_failure()
             case c.GiveBack():
-                control.give_back(message.stage, message.lease)
+                control.give_back(message.stage, message.lease, message.later)
             case c.Join():
                 self.join(client, message)
                 self.joined.append(client)
@@ -207,17 +226,18 @@ class Desk(Clients):
             case c.Quit():
                 self.running = False
             case _:
-                return self._look(message, frames)
+                return self._look(client, message, frames)
         return c.Yes(), []
 
     def _load(self, client: bytes, number: int, frames: Sequence[Buffer]) -> Reply | None:
         """A saved state; answered once it has been compared with what the warehouses hold."""
         if len(frames) != 1:
             raise WireError("malformed message: a load without its state")
-        self.control.load_state_dict(recover.unpacked(frames[0]))
-        for controller in self.control.controllers.values():
-            controller.begin_epoch(self.epoch)
-        self.stale = set(range(self.places))
+        if bytes(frames[0]) != self._loaded:  # else it is said again after its answer was lost
+            recover.load(self.control, recover.unpacked(frames[0]))
+            for controller in self.control.controllers.values():
+                controller.begin_epoch(self.epoch)
+            self.stale, self._loaded = set(range(self.places)), bytes(frames[0])
 
         def attempt() -> Reply | None:
             return None if self.stale else (c.Yes(), [])
@@ -227,24 +247,23 @@ class Desk(Clients):
 
         return attempt() or self._park(client, number, NOTICES, attempt, (self.control.options.wait_s, timeout))
 
-    def _look(self, message: Any, frames: Sequence[Buffer]) -> Reply:
+    def _look(self, client: bytes, message: Any, frames: Sequence[Buffer]) -> Reply:
         """Calls that change nothing in the flow."""
         now = self.clock()
         match message:
             case c.Where():
-                found = where(self.control, ids(frames))
+                found = where(self.control.ledger, ids(frames))
                 return c.There(len(found)), [found.data]
             case c.Look():
                 waiting = [f"  waiting: {key.strip('@')} {count}" for key, count in self._parking.counts().items()]
                 text = "\n".join([*explain.describe(self.control, now, None), *waiting])
                 return c.View(explain.statistics(self.control, now, 0), text), []
             case c.Save():
-                self.frozen = True
+                self.frozen.add(client)
                 state = recover.packed(self.control.state_dict())
                 return c.State(len(state)), [state]
             case c.Saved():
-                self.frozen = False
-                self.thawed = True
+                self.thaw(client)
         return c.Yes(), []
 
     def _slot(self, client: bytes, number: int) -> Reply | None:
@@ -267,7 +286,8 @@ class Desk(Clients):
             if rows is None:
                 return None
             homes = self.control.homes(rows) if message.homes and rows.lease else {}
-            return c.Taken(stage.name, rows.lease, len(rows), homes), [c.rows_frame(rows)]
+            lives = [self.lives.get(row, 0) for row in rows.row_ids.tolist()] if self.lives else []
+            return c.Taken(stage.name, rows.lease, len(rows), homes, lives), [c.rows_frame(rows)]
 
         self.expire()
         why = partial(explain.why_take, self.control, stage, want)
@@ -280,6 +300,21 @@ class Desk(Clients):
             return plain(message, ids(frames))
         slots = self.control.leased(message.stage, message.lease)
         return None if slots is None else plain(message, self.control.roster.row_id[slots])
+
+    def ended(self, what: Ended) -> None:
+        """A reader's last put has come, and it is through with its rows. What cannot be so is passed over."""
+        self.control.counters.read(what.stage, *what.read)
+        rows = Rows(what.row_ids, NO_ROWS, NO_ROWS, NO_ROWS, what.stage, what.lease)
+        try:
+            self.control.finish(rows, {})
+        except DocklandsError as error:
+            log.warning("dock: a lease of stage %r cannot end: %s", what.stage, error)
+
+    def over(self, stage: str, lease: int) -> None:
+        """A warehouse says that a lease has ended with a put; the notice of it may have been lost with a line."""
+        controller = self.control.controllers.get(stage)
+        if controller is not None and lease in controller.leases:
+            self.ended(Ended(stage, lease, self.control.roster.row_id[controller.held(lease)]))
 
     def _finish(self, client: bytes, number: int, message: c.Finish, rows: Rows | None) -> Reply | None:
         """Wait until the warehouses have told of the stage's columns; then acknowledge.
@@ -319,6 +354,9 @@ class Desk(Clients):
                 self.wake(key)
             if len(self.outbox) == before:
                 break  # nobody could go on, so nothing has changed
+        for _, row_ids in freed if self.lives else ():
+            for row in row_ids.tolist():
+                self.lives.pop(row, None)
         return freed
 
     def expire(self) -> None:
@@ -336,7 +374,8 @@ class Desk(Clients):
 
 def late(who: str, desk: Clients, why: Callable[[float], str], wait_s: float = 0.0) -> tuple[float, Attempt]:
     """Seconds that a call may wait, and what is said at the end."""
-    seconds = min(wait_s or desk.control.options.wait_s, desk.control.options.wait_s)
+    most = desk.control.options.wait_s
+    seconds = min(wait_s, most) if wait_s > 0 else most  # also where it is not a number
 
     def timeout() -> Reply | None:
         text = f"{who} waited {explain.seconds(seconds)}: {why(desk.clock())}"
@@ -358,10 +397,3 @@ def ids(frames: Sequence[Buffer]) -> np.ndarray:
 def plain(message: Any, row_ids: np.ndarray) -> Rows:
     """Rows as an acknowledgement names them."""
     return Rows(row_ids, NO_ROWS, NO_ROWS, NO_ROWS, message.stage, message.lease)
-
-
-def where(control: Control, row_ids: np.ndarray) -> np.ndarray:
-    """Place of each row, -1 where it left while a reader might still have been at work on it, -2 unknown; int64 [B]."""
-    slots = control.roster.find(row_ids)
-    places = control.roster.place[slots // control.roster.size].astype(np.int64)
-    return np.where(slots >= 0, places, np.where(control.ledger.late(row_ids), -1, -2))

@@ -76,10 +76,10 @@ class Links:
     def handles(self) -> list[Any]:
         return [handle for link in self.links for handle in link.line.handles]
 
-    def read(self, ready: Container[Any]) -> None:
-        """Take in what the warehouses say. ready: sockets that have something."""
+    def read(self, ready: Container[Any] | None) -> None:
+        """Take in what the warehouses say. ready: sockets that have something; None: look at all."""
         for place, link in enumerate(self.links):
-            if not any(handle in ready for handle in link.line.handles):
+            if ready is not None and not any(handle in ready for handle in link.line.handles):
                 continue
             if link.line.look() and link.line.state != UP:
                 log.warning("dock: the line to warehouse %d at %s is down", place, link.line.peer.endpoint)
@@ -157,7 +157,10 @@ class Links:
         if link.held is not None:
             link.held.append((message, frames))
             return
-        self.desk.control.notice(notices_from(message, frames))
+        notices, ended = notices_from(message, frames)
+        self.desk.control.notice(notices)
+        for lease in ended:
+            self.desk.ended(lease)
         self.desk.wake(NOTICES)
 
     def _inventory(self, place: int, link: Link, message: m.Inventoried, frames: list[memoryview]) -> None:
@@ -165,10 +168,13 @@ class Links:
         rows = message.rows
         if rows < 0 or len(frames) != 1 + len(message.columns) or any(f.nbytes != rows for f in frames[1:]):
             raise WireError("malformed message: an inventory of the wrong size")
-        table = int64s(frames[0], 6 * rows).reshape(6, rows)
+        table = int64s(frames[0], 7 * rows).reshape(7, rows)
         have = {n: np.frombuffer(f, np.uint8).astype(bool) for n, f in zip(message.columns, frames[1:])}
         lost, vain = align(self.desk.control, place, (table[0], have, table[5]), link.rebuilt)
         link.rebuilt = False
+        self._note_lives(table[0], table[6], lost)
+        for stage, lease in message.ended:
+            self.desk.over(stage, lease)
         if link.told and link.told != link.pid:
             log.warning("dock: warehouse %d was restarted (pid %d, then %d)", place, link.told, link.pid)
         link.told = link.pid
@@ -182,8 +188,17 @@ class Links:
             ids = rows_text(self.desk.control.roster.row_id[lost].tolist())
             log.warning("dock: warehouse %d lost %d rows, they are made anew: %s", place, len(lost), ids)
             roster = self.desk.control.roster
-            self._losses += 1
             self.desk.lost |= dict.fromkeys(roster.group_id[roster.blocks_of(lost)].tolist(), self._losses)
+
+    def _note_lives(self, row_ids: np.ndarray, lives: np.ndarray, lost: np.ndarray) -> None:
+        """Lives of the rows that a warehouse has, and a new one for the rows (slots) that it has lost."""
+        roster, known = self.desk.control.roster, self.desk.lives
+        later = (lives > 0) & (roster.find(row_ids) >= 0)
+        for row, life in zip(row_ids[later].tolist(), lives[later].tolist()):
+            known[row] = max(life, known.get(row, 0))
+        if len(lost):
+            self._losses += 1
+            known |= dict.fromkeys(roster.row_id[lost].tolist(), self._losses)
 
     def again(self) -> list[tuple[bytes, list[Any]]]:
         """Whoever can admit lost groups is asked for their prompts, once per loss and connection; (client, frames)."""

@@ -10,7 +10,7 @@ Legend: B rows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from docklands.core.graph import Graph
 from docklands.core.protocols import Rows
 from docklands.core.stage import By, Learner, Stage
-from docklands.dock.warehouse.messages import Failure, Message
+from docklands.dock.warehouse.messages import Count, Failure, Int64, Message
 from docklands.dock.wire.format import Buffer, Codec, ColumnMeta, column_meta, field_of
 from docklands.dock.wire.ints import pack_ints, unpack_ints
 from docklands.errors import WireError
@@ -33,8 +33,8 @@ class Join(Message, tag=64):
     """
 
     client: str
-    groups: list[int] = []
-    leases: list[tuple[str, int]] = []
+    groups: list[Int64] = []
+    leases: list[tuple[str, Int64]] = []
 
 
 class Slot(Message, tag=65):
@@ -48,9 +48,9 @@ class Admit(Message, tag=66):
     loss       the source columns of a group are there again, after the loss that Again spoke of
     """
 
-    group_ids: list[int]
-    place: int = -1
-    loss: int = 0
+    group_ids: list[Int64]
+    place: Int64 = -1
+    loss: Int64 = 0
 
 
 class Take(Message, tag=67):
@@ -60,10 +60,10 @@ class Take(Message, tag=67):
     """
 
     stage: str
-    groups: int = 0
-    max_tokens: int = 0
-    rank: int = 0
-    ranks: int = 0
+    groups: Int64 = 0
+    max_tokens: Int64 = 0
+    rank: Int64 = 0
+    ranks: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
     wait_s: float = 0.0
     homes: bool = False
 
@@ -75,34 +75,35 @@ class Finish(Message, tag=68):
     """
 
     stage: str
-    lease: int
-    dropped: dict[int, str] = {}
-    read: tuple[int, int] = (0, 0)
+    lease: Int64
+    dropped: dict[Int64, str] = {}
+    read: tuple[Count, Count] = (0, 0)
 
 
 class Drop(Message, tag=69):
     """*rows*: they leave the flow."""
 
     stage: str
-    lease: int
+    lease: Int64
     reason: str
-    read: tuple[int, int] = (0, 0)
+    read: tuple[Count, Count] = (0, 0)
 
 
 class Retire(Message, tag=70):
     """*rows*: they are trained."""
 
     stage: str
-    lease: int
-    read: tuple[int, int] = (0, 0)
+    lease: Int64
+    read: tuple[Count, Count] = (0, 0)
 
 
 class GiveBack(Message, tag=71):
-    """A reader cannot go on: its rows are free again."""
+    """A reader cannot go on: its rows are free again. later: it has begun them (Control.give_back)."""
 
     stage: str
-    lease: int
-    read: tuple[int, int] = (0, 0)
+    lease: Int64
+    read: tuple[Count, Count] = (0, 0)
+    later: bool = False
 
 
 class End(Message, tag=72):
@@ -136,7 +137,7 @@ class Load(Message, tag=78):
 class Move(Message, tag=80):
     """From the launcher: the rows of a place are served elsewhere from now on."""
 
-    place: int
+    place: Int64
     endpoint: str
     public_key: str
 
@@ -173,12 +174,16 @@ class Admitted(Message, tag=98):
 
 
 class Taken(Message, tag=99):
-    """*leased*: answer to Take. homes: column -> stretches of the rows in shared memory (rules/addresses.py)."""
+    """*leased*: answer to Take. homes: column -> stretches of the rows in shared memory (rules/addresses.py).
+
+    lives  of the rows (warehouse/lives.py); []: 0
+    """
 
     stage: str
     lease: int
     rows: int
     homes: dict[str, list[int]] = {}
+    lives: list[int] = []
 
 
 class There(Message, tag=100):

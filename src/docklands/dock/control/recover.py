@@ -85,6 +85,17 @@ def unpacked(data: Any) -> dict[str, Any]:
         raise CheckpointError(f"state of a dock cannot be read: {error}") from None
 
 
+def load(control: Control, state: Any) -> None:
+    """A saved state, whole or not at all. Raises CheckpointError."""
+    if len(control.roster) or control.ledger.admitted:
+        raise CheckpointError("a dock can be restored only before anything was admitted")
+    try:
+        Control(control.flow.graph, control.options).load_state_dict(state)
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise CheckpointError(f"state of a dock is not whole: {error!r}", "use another snapshot") from None
+    control.load_state_dict(state)
+
+
 DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64)
 
 

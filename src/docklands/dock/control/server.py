@@ -4,8 +4,8 @@ It holds the ledger and the controllers of all stages, hears from the warehouses
 The options are ControlOptions as JSON (`-`: from standard input). One line of JSON on standard output says when it
 listens: {"endpoint", "public_key", "pid"}. It ends on a Quit call, SIGTERM or SIGINT.
 
-A turn of its only thread: sleep until a message, a change of a line or a deadline; answer the calls; take note of the
-warehouses' notices; let whoever may go on go on; tell the warehouses what is free. An idle process uses no CPU.
+A turn of its only thread: sleep until a message, a change of a line or a deadline; take note of what warehouses tell;
+answer the calls; let whoever may go on go on; tell the warehouses what is free. An idle process uses no CPU.
 
 A client that dies is noticed by its line: each one that matters is asked for a sign, which ZeroMQ refuses to send where
 nobody is. Its leases are given back at once.
@@ -37,7 +37,7 @@ from docklands.dock.rules.control import Control
 from docklands.dock.rules.options import DockOptions
 from docklands.dock.wire import command
 from docklands.dock.wire.format import CALL, LIMITS, PUSH, REPLY, Buffer, check_size
-from docklands.dock.wire.net import Keys, Listener, Parent
+from docklands.dock.wire.net import Keys, Listener, Parent, has_message
 from docklands.errors import ConfigError, WireError
 
 log = logging.getLogger("docklands.dock.rules.control")
@@ -106,7 +106,9 @@ class Server:
 
     def turn(self) -> None:
         """Sleep, then do what has come."""
-        for client, frames in self.listener.receive(timeout_s=self._sleep_s()):
+        calls = self.listener.receive(timeout_s=self._sleep_s())
+        self.links.read(None if calls else self.listener.ready)  # what a client has heard of counts before its call
+        for client, frames in calls:
             self._call(client, frames)
         for client in self.listener.left():
             if client in self.desk.clients:
@@ -118,7 +120,6 @@ class Server:
             self.links.refresh(rebuilt=bool(self.desk.stale))
         self.desk.thawed, self._loading = False, bool(self.desk.stale)
         self._move()
-        self.links.read(self.listener.ready)
         self._probe()
         self.desk.expire()
         freed = self.desk.settle()
@@ -191,8 +192,10 @@ class Server:
 
     def _probe(self) -> None:
         """Find out who has gone after lines broke."""
+        if not self._probes and self.monitor not in self.listener.ready:
+            return
         now = time.monotonic()
-        while int(self.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        while has_message(self.monitor):
             recv_monitor_message(self.monitor)
             self._probes = [now + wait for wait in PROBE_S]
         if not self._probes or self._probes[0] > now:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ MEMORY = 0
 """The arena that addresses are of. What a warehouse has moved to disk has lost its generation there."""
 
 
+@lru_cache(maxsize=1024)
 def width(field: Field[Any]) -> tuple[int, bool] | None:
     """(bytes, True) of a token or (bytes, False) of a row; None: a row's tokens do not say how long it is."""
     if field.is_json or (field.is_ragged and not field.is_token):
@@ -97,6 +99,9 @@ class Addresses:
                 continue
             ends = offset + (lengths * size if by_token else size)
             cuts = moves | (generation[1:] != generation[:-1]) | (offset[1:] != ends[:-1])
+            if not cuts.any():
+                found[name] = [0, int(generation[0]), int(offset[0])]
+                continue
             starts = [0, *(np.flatnonzero(cuts) + 1).tolist()]
             table = np.stack([starts, generation[starts], offset[starts]], 1)
             found[name] = table.ravel().tolist()

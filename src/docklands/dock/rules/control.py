@@ -92,11 +92,12 @@ class Gate:
 
     def admit_all(self, groups: Sequence[tuple[int, np.ndarray]], place: int | None = None) -> list[Admission]:
         """As `admit`, of several groups (id, row ids) at once: hardly more work than one."""
-        entered = self.ledger.admit(groups, place) if groups else []
+        entered = self.ledger.plan(groups, place)
         if entered:
             every = np.concatenate([new.row_ids for new in entered])
             facts = {"group_ids": [new.group_id for new in entered], "places": [new.place for new in entered]}
-            self.journal("admit", facts, every)
+            self.journal("admit", facts, every)  # before anything is changed: it may fail, for lack of room on its disk
+            self.ledger.admit(entered)
             self._announce(self.roster.find(every), sum(new.nbytes for new in entered))
         return entered
 
@@ -183,7 +184,8 @@ class Control(Gate):
             raise DockClosed(f"the dock is closed: nothing is left to take for stage {stage!r}")
         exhausted = self.ledger.exhausted
         wish = Want(want.groups, want.max_tokens, exhausted, want.rank, want.ranks)
-        rows = controller.take(wish, now, self.options.lease_s, owner)
+        wait = controller.waits_for_others(self.has_slot)
+        rows = None if wait else controller.take(wish, now, self.options.lease_s, owner)
         if rows is None and exhausted and not controller.pending and not controller.leases:
             raise DockClosed(f"nothing is left to take for stage {stage!r}: the prompts have ended")
         return rows
@@ -213,7 +215,7 @@ class Control(Gate):
 
     def homes(self, rows: Rows) -> dict[str, Runs]:
         """Where the columns that a stage reads of its leased rows lie in shared memory, of those that all do."""
-        slots = self.controller(rows.stage).held(rows.lease)
+        slots = self.controller(rows.stage).leases[rows.lease].slots
         return self.addresses.runs(slots, rows.lengths, rows.places, self.flow.reads[rows.stage])
 
     def leased(self, stage: str, lease: int) -> np.ndarray | None:
@@ -249,11 +251,11 @@ class Control(Gate):
             self.controllers[reader].ready(slots, (name,), zeros)
             self.counters.metadata_bytes += 16 * len(slots) + 2
 
-    def give_back(self, stage: str, lease: int) -> None:
-        """A reader has gone or cannot go on: its rows are free at once. A lease that has ended is passed over."""
+    def give_back(self, stage: str, lease: int, later: bool = False) -> None:
+        """A reader has gone or cannot go on: its rows are free, at once or `later`. A lease that has ended: nothing."""
         controller = self.controller(stage)
         if lease in controller.leases:
-            self.ledger.contest(controller.give_back(lease))
+            self.ledger.contest(controller.give_back(lease, later))
             self.counters.expired_leases += 1
 
     def expire(self, now: float) -> bool:

@@ -73,7 +73,7 @@ class Controller(Progress):
                 slots = slots[: fit(self._length[slots], units, want.max_tokens)]
             return self._rows(slots, self._lend(slots, now, lease_s, owner))
         finally:
-            self._recount(chosen)
+            self._taken(chosen)
 
     def _take_part(self, want: Want, now: float, lease_s: float, owner: str) -> Rows | None:
         """The next part of this rank: the first one to ask divides a round, the others find theirs set aside."""
@@ -89,7 +89,7 @@ class Controller(Progress):
                 for queue, part in zip(waiting, divide(self._length[chosen], units, want.ranks, want.max_tokens)):
                     queue.append(self._lend(chosen[part], now, lease_s, owner) if len(part) else 0)
             finally:
-                self._recount(chosen)
+                self._taken(chosen)
         lease = mine.popleft()
         if not lease:
             return self._rows(NO_ROWS, 0)
@@ -108,6 +108,16 @@ class Controller(Progress):
         slots = members[mask]
         return slots, np.arange(len(slots)) if self.by == "sample" else np.nonzero(mask)[0]
 
+    def _taken(self, chosen: np.ndarray) -> None:
+        """Recount the groups of what was chosen."""
+        if self._queue.fixed and (self._state[chosen] == LEASED).all():  # whole groups: nothing is left of them
+            self._changed = True
+            blocks = self._roster.blocks_of(chosen)
+            none = np.zeros(len(blocks), np.int32)
+            self._queue.update(blocks, none, none)
+        else:
+            self._recount(chosen)
+
     def _lend(self, slots: np.ndarray, now: float, lease_s: float, owner: str) -> int:
         self._last_lease += 1
         self._state[slots] = LEASED
@@ -125,6 +135,8 @@ class Controller(Progress):
 
         It does while the lease lasts, and after its deadline as long as nobody else has taken the row.
         """
+        if not len(slots):  # a rank's part may be empty, without a lease
+            return np.zeros(0, bool)
         if lease >> EPOCH_BITS < self._first_lease >> EPOCH_BITS and lease > 0:
             return np.zeros(len(slots), bool)
         if not self._first_lease < lease <= self._last_lease:
@@ -167,14 +179,25 @@ class Controller(Progress):
             overdue.append(lease)
         return [self.give_back(lease) for lease in overdue]
 
-    def give_back(self, lease: int) -> np.ndarray:
-        """End a lease: its rows are free again; their slots."""
+    def give_back(self, lease: int, later: bool = False) -> np.ndarray:
+        """End a lease: its rows are free again; their slots.
+
+        later  they were begun: whole groups go on beside others, or when nothing else can (rest.py). Where takes are
+               fixed they have company in any case
+        """
         slots = self.held(lease)
         del self.leases[lease]
         self._state[slots] = FREE | self._state[slots] & HIDDEN
         self.released.append(slots)
         self._recount(slots)
+        if later and not self._queue.fixed and self.by == "group":
+            self._queue.put_off.update(self._roster.blocks_of(slots).tolist())
         return slots
+
+    def waits_for_others(self, has_slot: bool) -> bool:
+        """What is here was put off, and there is nothing yet, or not all there will be, to go on beside."""
+        put_off = self._queue.put_off
+        return bool(put_off) and (has_slot or self._queue.whole <= len(put_off))
 
     def wipe(self, slots: np.ndarray) -> None:
         """See Progress.wipe; what is left of their leases goes on."""
@@ -190,6 +213,11 @@ class Controller(Progress):
     def can_take(self, groups: int, exhausted: bool) -> bool:
         """A take of `groups` groups would be answered."""
         return self._queue.can_choose(self._limit(groups), exhausted)
+
+    def go_on(self) -> None:
+        """The flow is at rest: what was put off goes on alone."""
+        self._changed = self._changed or bool(self._queue.put_off)
+        self._queue.put_off.clear()
 
     def allow_short(self) -> bool:
         """The flow is at rest: if all that is pending here is ready, the next take may have just that."""

@@ -46,7 +46,7 @@ class Ledger:
         self._first_failure = ""
         self.dead = 0
         self.fresh: list[np.ndarray] = []
-        self._alive, self._contested = np.zeros(0, bool), np.zeros(0, bool)
+        self._alive, self._contested = np.zeros(1, bool), np.zeros(1, bool)  # never empty: slot -1 is looked up
         self._live, self._retired = np.zeros(0, np.int32), np.zeros(0, bool)
         self._late: dict[int, None] = {}
         self._began = 0, 0  # (steps, groups) that were trained before this run, which may take other steps
@@ -81,17 +81,19 @@ class Ledger:
         """Warehouse of the next group: whole groups, in turn."""
         return self.admitted % self.options.warehouses
 
-    def admit(self, groups: Sequence[tuple[int, np.ndarray]], place: int | None = None) -> list[Admission]:
-        """Enter groups (id, row ids). The caller has checked `room` and `known`. `place`: None: in turn."""
+    def plan(self, groups: Sequence[tuple[int, np.ndarray]], place: int | None = None) -> list[Admission]:
+        """Groups (id, row ids) as they would enter. The caller has checked `room` and `known`. place None: in turn."""
         first, places = self.admitted, self.options.warehouses
-        entered = [
+        return [
             Admission(row_ids, group_id, order, order % places if place is None else place)
             for order, (group_id, row_ids) in enumerate(groups, first)
         ]
-        self.admitted += len(entered)
-        self.in_flight += len(entered)
-        self.enter(entered)
-        return entered
+
+    def admit(self, planned: Sequence[Admission]) -> None:
+        """They enter."""
+        self.admitted += len(planned)
+        self.in_flight += len(planned)
+        self.enter(planned)
 
     def known(self, row_ids: np.ndarray, group_id: int) -> bool:
         """This very group is here already; some of its rows may have left.
@@ -272,6 +274,14 @@ class Ledger:
         self.dropped = dict(state["dropped"])
         self.dropped_since_retire = dict(state["dropped_since_retire"])
         return fresh
+
+
+def where(ledger: Ledger, row_ids: np.ndarray) -> np.ndarray:
+    """Place of each row, -1 where it left while a reader might still have been at work on it, -2 unknown; int64 [B]."""
+    roster = ledger.roster
+    slots = roster.find(row_ids)
+    places = roster.place[slots // roster.size].astype(np.int64)
+    return np.where(slots >= 0, places, np.where(ledger.late(row_ids), -1, -2))
 
 
 def short_reason(reason: str) -> str:

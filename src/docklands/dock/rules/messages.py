@@ -58,6 +58,20 @@ class Notice:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """A reader has put what it made of rows and is through with them, to the controller of its stage.
+
+    row_ids  int64 [B]: all rows of its lease
+    read     fetches, and their bytes, that no warehouse has seen
+    """
+
+    stage: str
+    lease: int
+    row_ids: np.ndarray
+    read: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
 class Want:
     """What a reader asks a controller for.
 

@@ -62,8 +62,14 @@ class Progress:
                 setattr(self, name, larger(getattr(self, name), len(self._roster.row_id)))
         self._state[slots], self._missing[slots] = FREE, self._all
         self._length[slots] = self._lease[slots] = 0
-        self._queue.enter(self._roster.blocks_of(slots))
-        self._recount(slots)
+        blocks = self._roster.blocks_of(slots)
+        self._queue.enter(blocks)
+        if len(blocks) and self._need:  # every row of a block is new, and nothing is ready
+            self._changed = True
+            new = np.bincount(np.searchsorted(blocks, slots // self._roster.size), minlength=len(blocks))
+            self._queue.update(blocks, new.astype(np.int32), np.zeros(len(blocks), np.int32))
+        else:
+            self._recount(slots)
 
     def ready(self, slots: np.ndarray, columns: Sequence[str], lengths: np.ndarray) -> None:
         """Columns are there."""

@@ -39,14 +39,24 @@ def free_dead(control: Control) -> list[tuple[int, np.ndarray]]:
 def look_for_rest(control: Control) -> None:
     """At rest nothing is leased, nothing can be admitted and no full take is possible: allow short takes.
 
+    Where takes are not fixed, none needs to be allowed: but groups that were begun and put off, to go on beside the
+    next prompts, go on without. An update is what makes room for those, so while one is possible they wait for it: a
+    visit of the long tail alone would hold the device for a few rows.
+
     Every earlier event is over by then, so which groups are pending where does not depend on time, and neither do
     the short takes. They go to each stage that has all of its pending groups ready; the first stage in the graph
     with any pending group always has, so the flow moves again.
     """
     controllers = control.controllers.values()
-    if not control.options.deterministic or control.has_slot or any(c.leases for c in controllers):
+    waiting = [c for c in controllers if c.waits_for_others(False)]
+    if not (control.options.deterministic or waiting) or control.has_slot or any(c.leases for c in controllers):
         return
-    if any(c.can_take(control.default_groups(c.by), control.ledger.exhausted) for c in controllers):
+    others = [c for c in controllers if c not in waiting]
+    if any(c.can_take(control.default_groups(c.by), control.ledger.exhausted) for c in others):
+        return
+    for controller in waiting:
+        controller.go_on()
+    if not control.options.deterministic:
         return
     for controller in controllers:
         if controller.stage != UPDATE or control.ledger.closing:

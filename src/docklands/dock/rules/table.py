@@ -6,7 +6,6 @@ Legend: B rows of a call, G rows of a group at most.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -44,11 +43,14 @@ class IdIndex:
             return kept
         slots, _ = self._locate(ids)
         if len(slots) and slots.min() >= 0:
-            slots.setflags(write=False)
-            if len(self._kept) >= KEPT:
-                self._kept.clear()
-            self._kept[key] = slots
+            self._keep(key, slots)
         return slots
+
+    def _keep(self, key: bytes, slots: np.ndarray) -> None:
+        slots.setflags(write=False)
+        if len(self._kept) >= KEPT:
+            self._kept.clear()
+        self._kept[key] = slots
 
     def insert(self, row_ids: np.ndarray, slots: np.ndarray) -> None:
         """New, distinct ids."""
@@ -56,7 +58,9 @@ class IdIndex:
             self._rebuild(len(row_ids))
         self._count += len(row_ids)
         self._used += len(row_ids)
-        ids, values = np.asarray(row_ids, np.int64), np.asarray(slots, np.int32)
+        ids, values = np.ascontiguousarray(row_ids, np.int64), np.asarray(slots, np.int32)
+        if len(ids) <= KEPT_ROWS:
+            self._keep(ids.tobytes(), np.array(slots, np.int64))
         at = self._home(ids)
         while len(ids):
             free = self._slots[at] == EMPTY
@@ -138,12 +142,14 @@ class FreeList:
 
 
 class RowTable:
-    """Struct of arrays with reused slots. Attributes of a new row are 0. Memory is bounded by the most rows at once."""
+    """Rows with int64 attributes and reused slots. A new row's are 0. Memory is bounded by the most rows at once."""
 
-    def __init__(self, **dtypes: Any) -> None:
+    def __init__(self, *names: str) -> None:
         self._index = IdIndex()
         self._free = FreeList()
-        self._data = {name: np.zeros(0, dtype) for name, dtype in {"row_id": np.int64, "_used": bool, **dtypes}.items()}
+        self._names = ("row_id", *names)
+        self._table = np.zeros((len(self._names), 0), np.int64)
+        self._used = np.zeros(0, bool)
         self._grow(4)  # never empty: slot -1 (absent) must be an index that can be read
 
     def __len__(self) -> int:
@@ -156,7 +162,7 @@ class RowTable:
     @property
     def slots(self) -> np.ndarray:
         """Slots in use, ascending, int64 [rows]."""
-        return np.nonzero(self._data["_used"])[0]
+        return np.nonzero(self._used)[0]
 
     def add(self, row_ids: np.ndarray) -> np.ndarray:
         """Slots of new rows, int64 [B]; the ids must not be there yet."""
@@ -164,10 +170,9 @@ class RowTable:
             self._grow(short)
         slots = self._free.take(len(row_ids))
         self._index.insert(row_ids, slots)
-        for array in self._data.values():
-            array[slots] = 0
+        self._table[:, slots] = 0
         self._data["row_id"][slots] = row_ids
-        self._data["_used"][slots] = True
+        self._used[slots] = True
         return slots
 
     def find(self, row_ids: np.ndarray) -> np.ndarray:
@@ -181,14 +186,18 @@ class RowTable:
 
     def remove(self, slots: np.ndarray) -> None:
         self._index.remove(self._data["row_id"][slots])
-        self._data["_used"][slots] = False
+        self._used[slots] = False
         self._free.give(slots)
 
     def _grow(self, short: int) -> None:
         old = self._free.capacity
         new = max(2 * old, old + short)
         self._free.grow(new)
-        self._data = {name: larger(array, new) for name, array in self._data.items()}
+        self._used = larger(self._used, new)
+        table = np.zeros((len(self._names), new), np.int64)
+        table[:, : self._table.shape[1]] = self._table
+        self._table = table
+        self._data = dict(zip(self._names, table))
 
 
 class Roster:
@@ -302,14 +311,13 @@ def distinct(values: np.ndarray) -> np.ndarray:
     """Each value once, ascending. Rows mostly come group by group, so what is sorted already is not sorted again."""
     if len(values) < 2:
         return values
-    steps = values[1:] - values[:-1]
-    least = steps.min()
-    if least > 0:
+    rising = values[1:] > values[:-1]  # compared: differences may wrap around
+    if rising.all():
         return values
-    if least < 0:
+    if (values[1:] < values[:-1]).any():
         return np.unique(values)
     kept = np.ones(len(values), bool)
-    np.greater(steps, 0, out=kept[1:])
+    kept[1:] = rising
     return values[kept]
 
 

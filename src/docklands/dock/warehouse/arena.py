@@ -193,7 +193,7 @@ class SlabWriter:
     def __init__(self, file: str | mmap.mmap, extent: Extent) -> None:
         self._map = writable(file) if isinstance(file, str) else file
         self._at, self._shift = 0, extent.offset
-        self._room = torch.frombuffer(self._map, dtype=torch.uint8, offset=extent.offset, count=extent.nbytes)
+        self._room = np.frombuffer(self._map, np.uint8, extent.nbytes, extent.offset)
         self.generation = extent.generation
 
     @property
@@ -206,7 +206,7 @@ class SlabWriter:
         start, stop = self._at, self._at + len(values)
         if stop > len(self._room):
             raise DockError(f"{len(values)} bytes do not fit into the {self.left} bytes that are left of a slab")
-        self._room[start:stop] = values
+        self._room[start:stop] = values.numpy()
         self._at = min(-(-stop // ALIGN) * ALIGN, len(self._room))
         return 0, self.generation, self._shift + start
 
@@ -246,7 +246,7 @@ def sweep(folder: Path = SHM) -> list[str]:
             if found.st_size or time.time() - found.st_mtime > YOUNG_S:
                 path.unlink(missing_ok=True)
                 removed.append(path.name)
-        except BlockingIOError:  # its owner lives
+        except OSError:  # its owner lives, or it is another user's
             pass
         finally:
             os.close(fd)

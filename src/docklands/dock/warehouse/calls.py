@@ -106,9 +106,14 @@ class Session:
             return None
         return m.Lease(max(SLAB, nbytes), list(self._done))
 
-    def leased(self, slab: m.Slab) -> None:
-        """Write there from now on; the slab before it is finished once this call's put is answered."""
-        self._done = [self.writer.generation] if self.writer is not None else []
+    def leased(self, slab: m.Slab, told: Sequence[int] = ()) -> None:
+        """Write there from now on; the slab before it is finished once this call's put is answered.
+
+        told  finished slabs that the warehouse has been told of with this call; others may have ended meanwhile
+        """
+        self._done = [number for number in self._done if number not in told]
+        if self.writer is not None:
+            self._done.append(self.writer.generation)
         self.writer = None
         if slab.nbytes:
             try:
@@ -144,7 +149,7 @@ class Put:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a warehouse holds. births: order, group_id, place, sample and length by name, each int64 [B]."""
+    """What a warehouse holds. births: order, group_id, place, sample, length and life by name, each int64 [B]."""
 
     row_ids: np.ndarray
     births: dict[str, np.ndarray]
@@ -215,19 +220,30 @@ def ask_all(sessions: Mapping[int, Session], message: Any, wanted: Mapping[int, 
     return again(once)
 
 
-def put(
-    sessions: Mapping[int, Session], batch: Batch, places: int | np.ndarray, birth: m.Birth | None, stage: str
-) -> Steps:
+@dataclass(frozen=True)
+class Why:
+    """What a put is for: see m.Put. lives: row -> life, of rows that have another one than 0."""
+
+    birth: m.Birth | None = None
+    stage: str = ""
+    lease: int = 0
+    read: tuple[int, int] = (0, 0)
+    lives: Mapping[int, int] = field(default_factory=dict)
+
+
+def put(sessions: Mapping[int, Session], batch: Batch, places: int | np.ndarray, why: Why) -> Steps:
     """Store columns, at all their places at once; waits where there is no room. Returns a Put."""
-    at = split(batch.row_ids, places)
-    waiting = {place: batch if len(rows) == len(batch) else batch.select(rows) for place, rows in at.items()}
+    waiting = {places: batch} if isinstance(places, int) else {}
+    for place, rows in split(batch.row_ids, places).items() if not waiting else ():
+        waiting[place] = batch if len(rows) == len(batch) else batch.select(rows)
     parts = {place: parts_of(piece) for place, piece in waiting.items()}
     stored: dict[int, Answer] = {}
 
     def message(place: int) -> Callable[[Session], tuple[Any, list[Buffer]]]:
         def build(session: Session) -> tuple[Any, list[Buffer]]:
             meta, buffers = encode_parts(waiting[place].row_ids, parts[place], session.place if session.local else None)
-            return m.Put(meta, birth, stage), buffers
+            lives = [why.lives.get(row, 0) for row in waiting[place].row_ids.tolist()] if why.lives else []
+            return m.Put(meta, why.birth, why.stage, why.lease, why.read, lives), buffers
 
         return build
 
@@ -268,8 +284,8 @@ def leases(sessions: Mapping[int, Session], parts: Mapping[int, Sequence[Part]])
     if wanted:
         answers = yield [Ask(place, lambda _, c=call: (c, [])) for place, call in wanted]
         fail(answers)
-        for (place, _), (slab, _) in zip(wanted, answers):
-            sessions[place].leased(slab)
+        for (place, call), (slab, _) in zip(wanted, answers):
+            sessions[place].leased(slab, call.done)
 
 
 def get(
@@ -346,7 +362,7 @@ def inventory(sessions: Mapping[int, Session], place: int) -> Steps:
     rows = reply.rows
     if not 0 <= rows < 1 << 40 or len(frames) != 1 + len(reply.columns) or any(f.nbytes != rows for f in frames[1:]):
         raise WireError("malformed message: an inventory of the wrong size")
-    table = int64s(frames[0], 6 * rows).reshape(6, rows)
-    births = {name: table[1 + i] for i, name in enumerate(("order", "group_id", "place", "sample", "length"))}
+    table = int64s(frames[0], 7 * rows).reshape(7, rows)
+    births = {name: table[1 + i] for i, name in enumerate(("order", "group_id", "place", "sample", "length", "life"))}
     have = {name: np.frombuffer(frame, np.uint8).astype(bool) for name, frame in zip(reply.columns, frames[1:])}
     return Inventory(table[0], births, have, reply.seq)

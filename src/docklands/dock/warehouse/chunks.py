@@ -10,8 +10,10 @@ Legend: B rows, T tokens of all rows packed end to end.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,20 +27,22 @@ from docklands.dock.rules.table import RowTable
 from docklands.errors import DockError
 
 UNKNOWN_LENGTH = -1
+ROW_BITS = 32
+"""Of a cell: which row of its chunk."""
 
 
 @dataclass(slots=True)
 class Chunk:
     """Part of one column as it was put; freed when its last row is.
 
-    sizes    bytes of each of its rows, int64 [rows]
+    sizes    bytes of each of its rows, int64 [rows], where they do not follow from the column (JSON)
     rows     those of them that are still here
     home     of its values in shared memory; None: this process's own memory
     spilled  it lies on disk and weighs nothing in memory
     """
 
     column: Column
-    sizes: np.ndarray
+    sizes: np.ndarray | None
     nbytes: int
     rows: int
     home: Home | None = None
@@ -47,16 +51,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Write:
-    """A column's rows that a put would add: positions in the batch, and what they weigh."""
+    """A column's rows that a put would add: positions in the batch (None: all), and what they weigh."""
 
     field: Field[Any]
     column: Column
-    positions: np.ndarray
-    sizes: np.ndarray
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.sizes.sum())
+    positions: np.ndarray | None
+    sizes: np.ndarray | None
+    nbytes: int
 
 
 class Warehouse:
@@ -65,6 +66,7 @@ class Warehouse:
     readers   column name -> stages to tell when it is written
     capacity  bytes; 0: unbounded
     release   called with the home of a chunk that is freed
+    as_is     columns are kept as they come, not copied out of a larger tensor's storage
     """
 
     def __init__(
@@ -74,18 +76,19 @@ class Warehouse:
         readers: Mapping[str, Sequence[str]],
         capacity: int = 0,
         release: Callable[[Home], None] | None = None,
+        as_is: bool = False,
     ) -> None:
         self.place = place
         self.capacity = capacity
         self.nbytes = 0
         self.spilled_bytes = 0
-        self._release = release
+        self._release, self._as_is = release, as_is
         self.ignored = 0
         self._readers = {name: tuple(stages) for name, stages in readers.items()}
         self._fields = {field.name: field for field in fields}
-        cells = {f"{name}.{what}": np.int64 for name in self._fields for what in ("chunk", "at")}
-        born = dict.fromkeys(("order", "group_id", "place", "sample"), np.int64)
-        self._rows = RowTable(length=np.int64, **born, **cells)
+        self._rows = RowTable("length", "order", "group_id", "place", "sample", "life", *map(cell, self._fields))
+        self._told: dict[tuple[str, ...], list[tuple[str, tuple[str, ...]]]] = {}
+        self._count = np.arange(64)
         self._chunks: dict[int, Chunk] = {}
         self._last_chunk = 0
 
@@ -114,15 +117,23 @@ class Warehouse:
         """
         if slots is None:
             slots = self._rows.find(batch.row_ids)
+        new = len(slots) > 0 and slots.max() < 0
+        whole = new or (len(slots) > 0 and slots.min() >= 0)
         writes = []
         for field in batch.fields:
-            fresh = np.nonzero((slots < 0) | (self._rows[f"{field.name}.chunk"][slots] == 0))[0]
-            if not len(fresh):
-                continue
-            column = batch[field] if len(fresh) == len(batch) else batch.select(fresh)[field]
-            self._check_lengths(field, column, slots[fresh])
-            column = settled(column)
-            writes.append(Write(field, column, fresh, sizes_of(field, column)))
+            column, fresh = batch[field], None
+            if not new:
+                absent = self._rows[cell(field.name)][slots] == 0
+                if not whole or not absent.all():
+                    fresh = np.nonzero((slots < 0) | absent)[0]
+                    if not len(fresh):
+                        continue
+                    column = column if len(fresh) == len(batch) else batch.select(fresh)[field]
+                check_lengths(self._rows, field, column, slots if fresh is None else slots[fresh])
+            column = column if self._as_is else settled(column)
+            sizes = text_sizes(field, column) if isinstance(column, tuple) else None
+            nbytes = weight(column, 0, len(column)) if sizes is None else int(sizes.sum())
+            writes.append(Write(field, column, fresh, sizes, nbytes))
         return writes
 
     def has_room(self, nbytes: int) -> bool:
@@ -148,16 +159,18 @@ class Warehouse:
         """
         if slots is None:
             slots = self._rows.find(batch.row_ids)
-        self.ignored += len(batch.fields) * len(batch) - sum(len(write.positions) for write in writes)
+        self.ignored += len(batch.fields) * len(batch)
+        if len(self._count) < len(batch):
+            self._count = np.arange(len(batch))
         for write in writes:
-            at = slots[write.positions]
+            at = slots if write.positions is None else slots[write.positions]
+            self.ignored -= len(at)
             if write.field.is_token and isinstance(write.column, Jagged):
                 self._rows["length"][at] = write.column.lengths
             self._last_chunk += 1
             home = (homes or {}).get(write.field.name)
             self._chunks[self._last_chunk] = Chunk(write.column, write.sizes, write.nbytes, len(at), home)
-            self._rows[f"{write.field.name}.chunk"][at] = self._last_chunk
-            self._rows[f"{write.field.name}.at"][at] = np.arange(len(at))
+            self._rows[cell(write.field.name)][at] = self._count[: len(at)] + (self._last_chunk << ROW_BITS)
             self.nbytes += write.nbytes
         return self._notices(batch.row_ids, slots, writes, homes or {})
 
@@ -165,7 +178,7 @@ class Warehouse:
         """Rows are gone; a chunk goes with its last row."""
         slots = self._rows.present(row_ids)
         for name in self._fields:
-            for number, count in counted(self._rows[f"{name}.chunk"][slots]):
+            for number, count in counted(self._rows[cell(name)][slots] >> ROW_BITS):
                 if not number:
                     continue
                 chunk = self._chunks[number]
@@ -200,7 +213,7 @@ class Warehouse:
     def absent(self, row_ids: np.ndarray, names: Sequence[str]) -> dict[str, np.ndarray]:
         """column -> those of the rows (which must be here) that lack it."""
         slots = self._rows.find(row_ids)
-        lacking = {name: row_ids[self._rows[f"{name}.chunk"][slots] == 0] for name in names}
+        lacking = {name: row_ids[self._rows[cell(name)][slots] == 0] for name in names}
         return {name: rows for name, rows in lacking.items() if len(rows)}
 
     def get(self, row_ids: np.ndarray, fields: Sequence[Field[Any]]) -> tuple[Batch, int]:
@@ -216,41 +229,36 @@ class Warehouse:
         """column -> ids of the rows that have it."""
         slots = self._rows.slots
         ids = self._rows["row_id"][slots]
-        return {name: ids[self._rows[f"{name}.chunk"][slots] != 0] for name in self._fields}
+        return {name: ids[self._rows[cell(name)][slots] != 0] for name in self._fields}
 
     # --- inside ------------------------------------------------------------------------------------------------
-
-    def _check_lengths(self, field: Field[Any], column: Column, slots: np.ndarray) -> None:
-        if not field.is_token or not isinstance(column, Jagged):
-            return
-        known = np.where(slots < 0, UNKNOWN_LENGTH, self._rows["length"][slots])
-        wrong = np.nonzero((known != UNKNOWN_LENGTH) & (known != column.lengths))[0]
-        if len(wrong):
-            i = int(wrong[0])
-            raise DockError(
-                f"column {field.name} has {column.lengths[i]} tokens in row {self._rows['row_id'][slots[i]]}, "
-                f"token_ids has {known[i]}",
-                "every token column has the length of token_ids",
-            )
 
     def _notices(
         self, row_ids: np.ndarray, slots: np.ndarray, writes: Sequence[Write], homes: Mapping[str, Home]
     ) -> list[Notice]:
         """One notice per controller and set of rows, coalesced over columns; those of one set share their arrays."""
-        sets: dict[bytes, tuple[np.ndarray, dict[str, list[str]]]] = {}
+        sets: dict[bytes, tuple[np.ndarray | None, list[str]]] = {}
         for write in writes:
-            for stage in self._readers.get(write.field.name, ()):
-                told = sets.setdefault(write.positions.tobytes(), (write.positions, {}))[1]
-                told.setdefault(stage, []).append(write.field.name)
+            key = b"" if write.positions is None else write.positions.tobytes()
+            sets.setdefault(key, (write.positions, []))[1].append(write.field.name)
         lengths = np.maximum(self._rows["length"][slots], 0)
         found = []
-        for at, told in sets.values():
-            whole = len(at) == len(row_ids)
-            ids, tokens = (row_ids, lengths) if whole else (row_ids[at], lengths[at])
-            lie = {name: homes[name] for name in homes if self._readers.get(name)} if whole else {}
+        for at, names in sets.values():
+            ids, tokens = (row_ids, lengths) if at is None else (row_ids[at], lengths[at])
+            lie = {name: homes[name] for name in homes if self._readers.get(name)} if at is None else {}
             placed = ((len(ids), lie),) if lie else ()
-            found += [Notice(stage, ids, tuple(names), tokens, placed) for stage, names in told.items()]
+            found += [Notice(stage, ids, columns, tokens, placed) for stage, columns in self._whom(tuple(names))]
         return found
+
+    def _whom(self, names: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
+        """Stages to be told of these columns, and of which each."""
+        if names not in self._told:
+            told: dict[str, list[str]] = {}
+            for name in names:
+                for stage in self._readers.get(name, ()):
+                    told.setdefault(stage, []).append(name)
+            self._told[names] = [(stage, tuple(columns)) for stage, columns in told.items()]
+        return self._told[names]
 
     def _drop(self, chunk: Chunk) -> None:
         """Its memory is free."""
@@ -267,7 +275,10 @@ class Warehouse:
             return empty(field), 0
         runs = self.runs(field.name, slots)
         pieces = [piece(chunk.column, start, stop) for chunk, start, stop in runs]
-        nbytes = sum(int(chunk.sizes[start:stop].sum()) for chunk, start, stop in runs)
+        nbytes = sum(
+            weight(chunk.column, start, stop) if chunk.sizes is None else int(chunk.sizes[start:stop].sum())
+            for chunk, start, stop in runs
+        )
         return (pieces[0] if len(pieces) == 1 else join(pieces)), nbytes
 
     def find(self, row_ids: np.ndarray) -> np.ndarray:
@@ -276,21 +287,38 @@ class Warehouse:
 
     def has(self, name: str, slots: np.ndarray) -> np.ndarray:
         """Whether each of these rows, by `find`, has the column, bool [B]."""
-        return self._rows[f"{name}.chunk"][slots] != 0
+        return self._rows[cell(name)][slots] != 0
 
     def runs(self, name: str, slots: np.ndarray) -> list[tuple[Chunk, int, int]]:
         """Where a column of rows, by `find`, that have it lies, in their order: (chunk, start, stop) in its rows."""
         if not len(slots):
             return []
-        numbers, at = self._rows[f"{name}.chunk"][slots], self._rows[f"{name}.at"][slots]
-        joint = (numbers << 32) + at
-        breaks = np.flatnonzero(joint[1:] - joint[:-1] != 1) + 1
+        cells = self._rows[cell(name)][slots]
+        breaks = np.flatnonzero(cells[1:] - cells[:-1] != 1) + 1
         edges = [0, *breaks.tolist(), len(slots)]
-        chunks, first = numbers.tolist(), at.tolist()
-        return [
-            (self._chunks[chunks[start]], first[start], first[start] + stop - start)
-            for start, stop in zip(edges, edges[1:])
-        ]
+        found = []
+        for start, stop in zip(edges, edges[1:]):
+            number, first = divmod(int(cells[start]), 1 << ROW_BITS)
+            found.append((self._chunks[number], first, first + stop - start))
+        return found
+
+
+def check_lengths(rows: RowTable, field: Field[Any], column: Column, slots: np.ndarray) -> None:
+    """DockError when a token column has other lengths than the rows' token columns that are here."""
+    if not field.is_token or not isinstance(column, Jagged):
+        return
+    known = rows["length"][slots]
+    if (known == column.lengths).all() and slots.min(initial=0) >= 0:
+        return
+    known = np.where(slots < 0, UNKNOWN_LENGTH, known)
+    wrong = np.nonzero((known != UNKNOWN_LENGTH) & (known != column.lengths))[0]
+    if len(wrong):
+        i = int(wrong[0])
+        raise DockError(
+            f"column {field.name} has {column.lengths[i]} tokens in row {rows['row_id'][slots[i]]}, "
+            f"token_ids has {known[i]}",
+            "every token column has the length of token_ids",
+        )
 
 
 def counted(numbers: np.ndarray) -> list[tuple[int, int]]:
@@ -315,14 +343,24 @@ def keep(tensor: Tensor) -> Tensor:
     return tensor if whole and tensor.is_contiguous() else tensor.contiguous().clone()
 
 
-def sizes_of(field: Field[Any], column: Column) -> np.ndarray:
-    """Bytes of each row, int64 [B]: its values, and 8 for a ragged row's offset. JSON weighs its text."""
+@lru_cache(maxsize=1024)
+def cell(name: str) -> str:
+    """The attribute that says where a row's value of that column lies: chunk number, then row in it; 0: nowhere."""
+    return f"{name}.cell"
+
+
+def weight(column: Column, start: int, stop: int) -> int:
+    """Bytes of some rows of a column that is not JSON: the values, and 8 for each ragged row's offset."""
     if isinstance(column, Jagged):
-        inner = int(np.prod(column.values.shape[1:], dtype=np.int64))
-        return column.lengths * (inner * column.values.element_size()) + 8
-    if isinstance(column, Tensor):
-        inner = int(np.prod(column.shape[1:], dtype=np.int64))
-        return np.full(len(column), inner * column.element_size(), np.int64)
+        count, values, more = int(column.offsets[stop]) - int(column.offsets[start]), column.values, 8 * (stop - start)
+    else:
+        assert isinstance(column, Tensor)
+        count, values, more = stop - start, column, 0
+    return count * values.element_size() * math.prod(values.shape[1:]) + more
+
+
+def text_sizes(field: Field[Any], column: tuple[Any, ...]) -> np.ndarray:
+    """Bytes of each row of a JSON column, int64 [B]: its text."""
     texts: dict[int, int] = {}
     for value in column:
         if id(value) not in texts:

@@ -190,7 +190,8 @@ class AsyncWarehouseClient(Client):
                 if self.connections[ask.place].state == DOWN:
                     self._watch(ask.place)
             for place in {ask.place for ask in asks}:
-                self._readable(place)  # sending may have used up the descriptor's edge
+                if self.connections[place].edge:
+                    self._readable(place)
             await exchange.future
         finally:
             timer.cancel()
@@ -205,7 +206,8 @@ class AsyncWarehouseClient(Client):
 
     def _readable(self, place: int) -> None:
         """Give out what has come. ZeroMQ's descriptor tells of changes only, so read until there is nothing."""
-        if not self.connections[place].has_message():
+        line = self.connections[place]
+        if line.edge and not line.has_message():
             return
         self._line_changed(place)  # an answer of a new process to what was said to the old one is none
         for number, answer in self._receive(place):

@@ -77,9 +77,13 @@ class Client:
         birth: m.Birth | None = None,
         stage: str = "",
         deadline_s: float | None = None,
+        ended: tuple[Any, ...] = (0, (0, 0)),
     ) -> Any:
-        """Store columns of rows where they belong; waits for room. With `birth` the rows are new. Returns calls.Put."""
-        return self._run(calls.put(self.sessions, batch, places, birth, stage), deadline_s)
+        """Store columns of rows where they belong; waits for room. With `birth` the rows are new. Returns calls.Put.
+
+        ended  a lease of the stage that ends with these rows, what was read under it, and the rows' lives (calls.Why)
+        """
+        return self._run(calls.put(self.sessions, batch, places, calls.Why(birth, stage, *ended)), deadline_s)
 
     def get(
         self,
@@ -178,7 +182,7 @@ class Client:
         if isinstance(message, m.Room):
             self.sessions[place].rooms += 1
         elif isinstance(message, m.Notices) and self.on_notice is not None:
-            self.on_notice(place, message.first, message.last, notices_from(message, frames))
+            self.on_notice(place, message.first, message.last, notices_from(message, frames)[0])
 
     def _same_line(self, place: int, ups: int) -> bool:
         """What was sent in that life of the line is still under way; what is sent before the first waits for it."""

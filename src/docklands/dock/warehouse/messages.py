@@ -8,9 +8,16 @@ Legend: B rows.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from docklands.dock.wire.format import BatchMeta, Codec, ColumnMeta
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""A number that an array of ids holds. Looked at when a message is read, before anything is logged or changed."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+"""Fetches or bytes; sums of them are numbers of msgpack still."""
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -24,8 +31,8 @@ class Hello(Message, tag=1):
     """First on every connection. pid and start (clock ticks after boot) say whether the client is still alive."""
 
     client: str
-    pid: int
-    start: int
+    pid: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    start: Int64
 
 
 class Birth(Message, tag=2):
@@ -33,20 +40,30 @@ class Birth(Message, tag=2):
 
     order, group_id  of the rows' group; lists: of groups of one size, whose rows follow one another
     samples          index of each row in its group; []: its position
+    life             of the rows (lives.py)
     """
 
-    order: int | list[int]
-    group_id: int | list[int]
-    place: int
-    samples: list[int] = []
+    order: Int64 | list[Int64]
+    group_id: Int64 | list[Int64]
+    place: Int64
+    samples: list[Int64] = []
+    life: Int64 = 0
 
 
 class Put(Message, tag=3):
-    """*batch*: columns of rows. With `birth` the rows are new; without it rows that are not here are passed over."""
+    """*batch*: columns of rows. With `birth` the rows are new; without it rows that are not here are passed over.
+
+    lease  of the stage, which the control process is told has ended with these rows; 0: it is told so by others
+    read   fetches under that lease, and their bytes, that no warehouse has seen
+    lives  of the rows when they were read (lives.py); []: 0
+    """
 
     batch: BatchMeta
     birth: Birth | None = None
     stage: str = ""
+    lease: Int64 = 0
+    read: tuple[Count, Count] = (0, 0)
+    lives: list[Int64] = []
 
 
 class Get(Message, tag=4):
@@ -64,7 +81,7 @@ class Free(Message, tag=5):
 class Inventory(Message, tag=6):
     """What is here; only rows of that place, if it is not negative: a warehouse may serve several."""
 
-    place: int = -1
+    place: Int64 = -1
 
 
 class Subscribe(Message, tag=7):
@@ -77,14 +94,14 @@ class Lease(Message, tag=8):
     """Room in the arena for a producer's next puts. done: generations that it will not write to any more."""
 
     nbytes: int
-    done: list[int] = []
+    done: list[Int64] = []
 
 
 class Snapshot(Message, tag=9):
     """Write what is here (of that place, if it is not negative) to a file in the warehouse's folder, on its node."""
 
     path: str
-    place: int = -1
+    place: Int64 = -1
 
 
 class Restore(Message, tag=10):
@@ -164,11 +181,15 @@ class Done(Message, tag=36):
 
 class Inventoried(Message, tag=37):
     """Answer to Inventory. One int64 frame: row ids [B], order, group_id, place, sample index, length (-1 before there
-    is one), each [B]; then one uint8 frame per column: whether each row has it [B]."""
+    is one), life, each [B]; then one uint8 frame per column: whether each row has it [B].
+
+    ended  (stage, lease) of the leases that the last puts have ended (Put.lease)
+    """
 
     rows: int
     columns: list[str]
     seq: int
+    ended: list[tuple[str, int]] = []
 
 
 class Slab(Message, tag=38):
@@ -207,12 +228,16 @@ class NoticeMeta(Message):
 
 
 class Notices(Message, tag=48):
-    """Of the puts first..last. One frame: per notice its row ids and their lengths (ints.py)."""
+    """Of the puts first..last. One frame: per notice its row ids and their lengths, per ended lease its rows (ints.py).
+
+    ended  (stage, lease, fetches, bytes) of the leases that ended with those puts
+    """
 
     place: int
     first: int
     last: int
     notices: list[NoticeMeta]
+    ended: list[tuple[str, int, int, int]] = []
 
 
 class Room(Message, tag=49):

@@ -34,6 +34,7 @@ class Nearby:
     def __init__(self, rows: Rows, homes: Mapping[str, Runs]) -> None:
         self._row_ids = rows.row_ids
         self._places = rows.places.tolist()
+        self._spread = len(set(self._places)) > 1
         self._offsets = offsets_of(rows.lengths)
         self._before = self._offsets.tolist()
         self._runs = {name: (flat[::RUN], flat[1::RUN], flat[2::RUN]) for name, flat in homes.items()}
@@ -58,7 +59,7 @@ class Nearby:
                 count = int(offsets[-1]) if field.is_token else len(row_ids)
                 values = typed(values, field.dtype, (count, *field.inner_shape))
                 columns[field] = Jagged(values, offsets) if field.is_token else values
-            found = Borrowed(Batch(row_ids, columns), list(checks.values()))
+            found = Borrowed(Batch.made(row_ids, columns), list(checks.values()))
             if copy:
                 found.check()
         except (RowGone, WireError):
@@ -67,6 +68,8 @@ class Nearby:
 
     def places(self, row_ids: np.ndarray) -> int:
         """How many warehouses these rows lie in."""
+        if not self._spread:
+            return 1
         start = self._position(row_ids) or 0
         return len(set(self._places[start : start + len(row_ids)]))
 

@@ -1,4 +1,4 @@
-"""Notices on the wire, pushed to the control plane after a put: rows and lengths once for all stages."""
+"""Notices on the wire, pushed to the control plane after a put: rows and lengths once for all stages; ended leases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from docklands.dock.rules.messages import Home, Notice
+from docklands.dock.rules.messages import Ended, Home, Notice
 from docklands.dock.warehouse.messages import NoticeMeta, Notices
 from docklands.dock.wire.format import Buffer
 from docklands.dock.wire.ints import pack_ints, unpack_ints
@@ -16,13 +16,15 @@ Told = tuple[tuple[str, tuple[str, ...]], ...]
 """Stages and the columns that each is told of."""
 
 
-def notices_message(place: int, first: int, last: int, notices: Sequence[Notice]) -> tuple[Notices, list[Buffer]]:
-    """Notices as one push; what several stages hear of the same rows is said once, and so are their rows."""
-    puts: dict[int, list[Notice]] = {}
+def notices_message(
+    place: int, puts: tuple[int, int], notices: Sequence[Notice], ended: Sequence[Ended] = ()
+) -> tuple[Notices, list[Buffer]]:
+    """Notices of the puts first..last as one push; what several stages hear of the same rows is said once."""
+    one: dict[int, list[Notice]] = {}
     for notice in notices:
-        puts.setdefault(id(notice.row_ids), []).append(notice)
+        one.setdefault(id(notice.row_ids), []).append(notice)
     found: dict[Told, list[Notice]] = {}
-    for heard in puts.values():
+    for heard in one.values():
         found.setdefault(tuple((notice.stage, notice.columns) for notice in heard), []).append(heard[0])
     parts = []
     for same in found.values():
@@ -33,11 +35,13 @@ def notices_message(place: int, first: int, last: int, notices: Sequence[Notice]
     metas = [
         NoticeMeta([(stage, list(columns)) for stage, columns in told], _homes(same)) for told, same in found.items()
     ]
-    return Notices(place, first, last, metas), [b"".join(parts)]
+    parts += [pack_ints([lease.row_ids]) for lease in ended]
+    through = [(lease.stage, lease.lease, *lease.read) for lease in ended]
+    return Notices(place, *puts, metas, through), [b"".join(parts)]
 
 
-def notices_from(message: Notices, frames: Sequence[Buffer]) -> list[Notice]:
-    """The notices of a push; those of one put share their rows. Raises WireError."""
+def notices_from(message: Notices, frames: Sequence[Buffer]) -> tuple[list[Notice], list[Ended]]:
+    """The notices of a push, and the leases that ended; the notices of one put share their rows. Raises WireError."""
     if len(frames) != 1:
         raise WireError("malformed message: notices without their rows")
     found, at = [], 0
@@ -47,7 +51,11 @@ def notices_from(message: Notices, frames: Sequence[Buffer]) -> list[Notice]:
         if homes and (min(count for count, _ in homes) < 0 or sum(count for count, _ in homes) != len(row_ids)):
             raise WireError("malformed message: homes of other rows than the notice's")
         found += [Notice(stage, row_ids, tuple(columns), lengths, homes) for stage, columns in meta.told]
-    return found
+    ended = []
+    for stage, lease, fetches, nbytes in message.ended:
+        (row_ids,), at = unpack_ints(frames[0], 1, at)
+        ended.append(Ended(stage, lease, row_ids, (fetches, nbytes)))
+    return found, ended
 
 
 def _homes(notices: Sequence[Notice]) -> list[tuple[int, dict[str, Home]]]:

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import zmq
 
-from docklands.dock.rules.messages import Notice
+from docklands.dock.rules.messages import Ended, Notice
 from docklands.dock.warehouse import messages as m
 from docklands.dock.warehouse.arena import SHM, sweep
 from docklands.dock.warehouse.notices import notices_message
-from docklands.dock.warehouse.records import records
-from docklands.dock.warehouse.replica import Replica
+from docklands.dock.warehouse.records import outdated, records
+from docklands.dock.warehouse.replica import Mine, Replica
 from docklands.dock.warehouse.store import Reply, Store, WarehouseOptions
 from docklands.dock.wire import command
 from docklands.dock.wire.format import CALL, PUSH, REPLY, Buffer, check_size
@@ -45,6 +45,7 @@ class Held:
     number: int
     seq: int
     notices: list[Notice]
+    ended: list[Ended]
 
 
 class Server:
@@ -83,7 +84,8 @@ class Server:
         keys = Keys(options.public_key, options.secret_key) if options.secret_key else None
         try:
             check_endpoint(peer.endpoint, bool(peer.public_key))
-            new = Replica(peer, keys, options.replica_lost_s, lambda: records(self.store))
+            mine = Mine(lambda: records(self.store), lambda reply, frames: outdated(self.store, reply, frames))
+            new = Replica(peer, keys, options.replica_lost_s, mine)
         except (ConfigError, zmq.ZMQError) as error:
             raise WireError(f"no copy can be sent to {peer.endpoint!r}: {error}") from None
         self._release(old.sent if old else 0)
@@ -107,7 +109,8 @@ class Server:
                 continue
             now = replica.sent if replica else 0
             notices, self.store.outbox = self.store.outbox, []
-            self._held.append(Held(client, reply, now if now > sent else 0, self.store.seq, notices))
+            ended, self.store.ended = self.store.ended, []
+            self._held.append(Held(client, reply, now if now > sent else 0, self.store.seq, notices, ended))
         self.turns += 1
         for client in self.listener.left():
             self._subscribers.pop(client, None)
@@ -130,7 +133,8 @@ class Server:
         self._held = [held for held in self._held if held.number > acked]
         told = [held for held in ready if held.number] if self._replica is not None else ready
         if told:
-            self.push_notices([notice for held in told for notice in held.notices], told[-1].seq)
+            ended = [lease for held in told for lease in held.ended]
+            self.push_notices([notice for held in told for notice in held.notices], ended, told[-1].seq)
         for held in ready:
             self.listener.send(held.client, held.frames)
 
@@ -185,21 +189,21 @@ class Server:
                 return m.Figures({**reply.values, **own}), buffers
         return self.store.answer(client, message, frames)
 
-    def push_notices(self, notices: Sequence[Notice], last: int) -> None:
-        """To every subscriber the notices of its stages up to put `last`, and that number in any case."""
+    def push_notices(self, notices: Sequence[Notice], ended: Sequence[Ended], last: int) -> None:
+        """To every subscriber the notices of its stages up to put `last`, ended leases, and that number in any case."""
         first = self._pushed + 1
         if last < first:
             return
         self._pushed = last
         for client, stages in self._subscribers.items():
             wanted = [notice for notice in notices if not stages or notice.stage in stages]
-            message, buffers = notices_message(self.options.place, first, last, wanted)
+            message, buffers = notices_message(self.options.place, (first, last), wanted, ended)
             self.listener.send(client, [m.REPLIES.pack(PUSH, 0, message), *buffers])
 
     def push_room(self) -> None:
-        """Wake those whose put found no room, once something has been freed."""
+        """Wake those whose put found no room, once something has been freed, in memory or on disk."""
         store = self.store
-        if store.waiting and store.capacity_left > store.least_free:
+        if store.waiting and store.freed > store.full_at:
             header = m.REPLIES.pack(PUSH, 0, m.Room(store.capacity_left))
             for client in store.waiting:
                 self.listener.send(client, [header])

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from docklands.dock.warehouse.arena import Arena, Extent, start_ticks
-from docklands.dock.wire.format import Home
+from docklands.dock.wire.format import Home, Part
 from docklands.errors import WireError
 
 MEMORY, DISK = 0, 1
@@ -142,3 +142,15 @@ class Slabs:
         if slab.closed and slab.live <= 0:
             self.arenas[MEMORY].release(slab.extent)
             del self._slabs[generation]
+
+
+def lease_bytes(nbytes: int, most: int) -> int:
+    """Bytes of the slab asked for, checked."""
+    if not 0 < nbytes <= most:
+        raise WireError(f"a slab of {nbytes} bytes, at most {most} are allowed")
+    return nbytes
+
+
+def home_of(part: Part) -> Home | None:
+    """Where a column's values lie, if in one piece of shared memory."""
+    return part.pieces[0][1] if len(part.pieces) == 1 else None

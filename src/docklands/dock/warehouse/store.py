@@ -9,7 +9,8 @@ Legend: B rows.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,25 @@ from torch import Tensor
 from docklands.core.batch import Jagged
 from docklands.core.fields import Field
 from docklands.core.graph import rows_text
-from docklands.dock.rules.messages import Notice
+from docklands.dock.rules.messages import Ended, Notice
 from docklands.dock.rules.table import distinct, unique_ids
 from docklands.dock.warehouse import messages as m
 from docklands.dock.warehouse import wal
 from docklands.dock.warehouse.chunks import Warehouse, Write, piece
-from docklands.dock.warehouse.records import check_birth, record_free, record_put, records, replay
-from docklands.dock.warehouse.slabs import Slabs
+from docklands.dock.warehouse.lives import outlived, renew
+from docklands.dock.warehouse.records import (
+    check_birth,
+    inside,
+    inventory,
+    record_free,
+    record_put,
+    records,
+    replay,
+    restore,
+    snapshot_file,
+    traffic,
+)
+from docklands.dock.warehouse.slabs import Slabs, home_of, lease_bytes
 from docklands.dock.wire.format import (
     Buffer,
     ColumnMeta,
@@ -46,6 +59,9 @@ from docklands.errors import CheckpointError, DockError, RowGone, UnknownField, 
 
 SMALL = 32 << 10
 """Pieces smaller than this on average are joined before they are sent: a frame costs more than their copy."""
+
+OVER = 4096
+"""Ended leases that are remembered: more than readers hold while a line to the control process is down."""
 
 Reply = tuple[msgspec.Struct, list[Buffer]]
 
@@ -90,9 +106,12 @@ class WarehouseOptions(msgspec.Struct, frozen=True, kw_only=True):
 class Store:
     """The state of one warehouse process.
 
-    outbox    notices that have not been sent, with `seq` the number of the last put among them
+    outbox    notices that have not been sent, with `seq` the number of the last put among them; ended: leases, likewise
     forward   called with every put and free, as frames with all values inline: a second warehouse's copy
-    waiting   clients whose put found no room when `least_free` bytes were free
+    over      (stage, lease) of the last leases that a put has ended
+    waiting   clients whose put found no room, the first of them when `full_at` bytes had been freed in all
+    restored  snapshots that it began with
+    lives     there are or were rows of a later life (lives.py)
     """
 
     def __init__(self, options: WarehouseOptions) -> None:
@@ -103,13 +122,17 @@ class Store:
         self.metas = {column.name: column for column in options.columns}
         self.slabs = Slabs(options.run, options.shared_bytes, options.spill_bytes, options.folder)
         self.warehouse = Warehouse(
-            options.place, tuple(self.fields.values()), options.readers, options.capacity, self.slabs.release
+            options.place, tuple(self.fields.values()), options.readers, options.capacity, self.slabs.release, True
         )
         self.births = self.warehouse.rows
         self.seq = 0
         self.outbox: list[Notice] = []
+        self.ended: list[Ended] = []
+        self.over: deque[tuple[str, int]] = deque(maxlen=OVER)
         self.waiting: set[bytes] = set()
-        self.least_free = 0
+        self.full_at = self.freed = 0
+        self.lives = False
+        self.restored: list[Path] = []
         self.figures: dict[str, int] = {}
         self.log: wal.Log | None = None
         self.forward: Callable[[list[Buffer]], None] | None = None
@@ -153,19 +176,19 @@ class Store:
             case m.Free():
                 return self.free(row_ids_of(frames, self.limits))
             case m.Lease():
-                extent = self.slabs.lease(client, lease_bytes(message, self.limits), message.done)
+                extent = self.slabs.lease(client, lease_bytes(message.nbytes, self.limits.nbytes), message.done)
                 return (m.Slab(extent.generation, extent.offset, extent.nbytes) if extent else m.Slab(0, 0, 0)), []
             case m.Hello():
                 return self.hello(client, message), []
             case m.Inventory():
-                return self.inventory(message.place)
+                return inventory(self, message.place)
             case m.Stats():
                 return m.Figures(self.stats()), []
             case m.Snapshot():
-                wal.write_file(inside(self.options.folder, message.path), records(self, message.place))
+                wal.write_file(snapshot_file(self.options, message.path), records(self, message.place))
                 return m.Done(len(self.warehouse), self.seq), []
             case m.Restore():
-                return self.restore([inside(self.options.folder, path) for path in message.paths]), []
+                return restore(self, [inside(self.options.folder, path) for path in message.paths]), []
         raise WireError(f"a warehouse's store does not answer {type(message).__name__}")
 
     # --- bytes -------------------------------------------------------------------------------------------------
@@ -184,26 +207,36 @@ class Store:
             check_birth(birth, len(row_ids))
         slots = self.warehouse.find(row_ids)
         here = slots >= 0
-        gone = row_ids[~here] if message.birth is None else row_ids[:0]
+        if self.lives and birth is None:
+            here &= ~outlived(self.births, slots, message.lives)
+        known = bool(here.all())
+        gone = row_ids[:0] if known or birth is not None else row_ids[~here]
         if len(gone):
             batch, slots = batch.select(here), slots[here]
         writes = self.warehouse.plan(batch, slots)
         nbytes = sum(write.nbytes for write in writes)
         if not self._make_room(nbytes):
-            self.least_free = min(self.capacity_left, self.least_free) if self.waiting else self.capacity_left
+            self.full_at = self.full_at if self.waiting else self.freed
             self.waiting.add(client)
             self.count("full")
             return m.Full(nbytes, self.capacity_left), []
         record_put(self, message, row_ids, parts)
-        if message.birth is not None and not here.all():
-            slots[~here] = self._admit(row_ids, here, message.birth)
-        whole = {write.field.name for write in writes if len(write.positions) == len(row_ids)}
+        if birth is not None and not known:
+            slots[~here] = self._admit(row_ids, here, birth)
+        if life := birth.life if birth is not None else message.lives:
+            self.lives = True
+            renew(self.births, slots, life if isinstance(life, int) else np.array(life, np.int64)[here])
+        whole = {write.field.name for write in writes if write.positions is None} if not len(gone) else set()
         homes = {part.meta.name: home for part in parts if part.meta.name in whole and (home := home_of(part))}
         for home in homes.values():
             self.slabs.hold(home)
         ignored = self.warehouse.ignored
-        notices = self.warehouse.write(batch, [own(write, homes) for write in writes], homes, slots)
-        if writes or message.birth is not None:
+        writes = [write if write.field.name in homes else own(write) for write in writes]
+        notices = self.warehouse.write(batch, writes, homes, slots)
+        if message.lease:
+            self.ended.append(Ended(message.stage, message.lease, row_ids, message.read))
+            self.over.append((message.stage, message.lease))
+        if writes or birth is not None or message.lease:
             self.seq += 1
             self.outbox += notices
         traffic(self, "puts", "bytes_in", message.stage, nbytes)
@@ -239,8 +272,9 @@ class Store:
     def free(self, row_ids: np.ndarray) -> Reply:
         """Rows are gone; rows that are not here are passed over."""
         row_ids = distinct(row_ids)
-        before = len(self.warehouse)
+        before, held = len(self.warehouse), self.warehouse.nbytes + self.warehouse.spilled_bytes
         self.warehouse.free(row_ids)
+        self.freed += held - self.warehouse.nbytes - self.warehouse.spilled_bytes
         record_free(self, row_ids)
         return m.Done(before - len(self.warehouse), self.seq), []
 
@@ -252,16 +286,6 @@ class Store:
         self.slabs.greet(client, message.pid, message.start)
         arenas = [m.ArenaMeta(str(arena.path), arena.nonce) for arena in self.slabs.arenas]
         return m.Welcome(self.options.place, os.getpid(), list(self.metas.values()), arenas, self.seq)
-
-    def inventory(self, place: int = -1) -> Reply:
-        """Rows, their admission, their lengths, and which columns they have."""
-        slots = self.births.slots if place < 0 else self.births.slots[self.births["place"][self.births.slots] == place]
-        row_ids = self.births["row_id"][slots]
-        born = [self.births[name][slots] for name in ("order", "group_id", "place", "sample")]
-        table = np.concatenate([row_ids, *born, self.births["length"][slots]])
-        have = [np.isin(row_ids, ids).astype(np.uint8) for ids in self.warehouse.inventory().values()]
-        reply = m.Inventoried(len(row_ids), list(self.fields), self.seq)
-        return reply, [table.data, *(column.data for column in have)]
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and what is here now."""
@@ -277,21 +301,6 @@ class Store:
         }
         return {**self.figures, **now}
 
-    def restore(self, paths: Sequence[Path]) -> m.Done:
-        """Read snapshots. Raises CheckpointError if there is something here already."""
-        if len(self.warehouse):
-            raise CheckpointError(f"warehouse {self.options.place} holds rows", "restore into an empty one")
-        log, self.log = self.log, None
-        try:
-            for path in paths:
-                replay(self, path, mend=False)
-        finally:
-            self.log = log
-        self.births["place"][self.births.slots] = self.options.place
-        if log is not None:
-            log.replace(records(self))
-        return m.Done(len(self.warehouse), self.seq)
-
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _make_room(self, nbytes: int) -> bool:
@@ -304,8 +313,9 @@ class Store:
         orders, groups = np.atleast_1d(birth.order), np.atleast_1d(birth.group_id)
         size = len(here) // len(orders)
         samples = np.array(birth.samples, np.int64) if birth.samples else np.arange(len(here)) % max(1, size)
+        new = slice(None) if len(slots) == len(here) else ~here
         for name, values in (("sample", samples), ("order", orders.repeat(size)), ("group_id", groups.repeat(size))):
-            self.births[name][slots] = values[~here]
+            self.births[name][slots] = values[new]
         self.births["place"][slots] = birth.place
         return slots
 
@@ -335,36 +345,11 @@ class Store:
         return Part(self.metas[name], joined if field.is_ragged else None, pieces)
 
 
-def traffic(store: Store, calls: str, direction: str, stage: str, nbytes: int) -> None:
-    """Count a call and its bytes, in all and for its stage."""
-    store.count(calls)
-    store.count(direction, nbytes)
-    if stage in store.stages:
-        store.count(f"{stage}/{calls}")
-        store.count(f"{stage}/{direction}", nbytes)
-
-
 def row_ids_of(frames: Sequence[Buffer], limits: Limits) -> np.ndarray:
     """The one frame of row ids that a call comes with."""
     if len(frames) != 1 or memoryview(frames[0]).nbytes > 8 * limits.rows:
         raise WireError("malformed message: expected one frame of row ids")
     return int64s(frames[0], memoryview(frames[0]).nbytes // 8)
-
-
-def lease_bytes(message: m.Lease, limits: Limits) -> int:
-    """Bytes of the slab asked for, checked."""
-    if not 0 < message.nbytes <= limits.nbytes:
-        raise WireError(f"a slab of {message.nbytes} bytes, at most {limits.nbytes} are allowed")
-    return message.nbytes
-
-
-def inside(root: str, path: str) -> Path:
-    """The file of that name in the folder; DockError for one outside of it."""
-    folder = Path(root).resolve()
-    found = (folder / path).resolve() if "\0" not in path else folder
-    if folder not in found.parents:
-        raise DockError(f"snapshot {path!r} is not in the folder {folder}", "name a file inside of it")
-    return found
 
 
 def stored(field: Field[Any]) -> Field[Any]:
@@ -379,18 +364,11 @@ def as_text(part: Part) -> Part:
     return Part(ColumnMeta(part.meta.name, "uint8", "*"), part.lengths, part.pieces)
 
 
-def own(write: Write, homes: Mapping[str, Home]) -> Write:
-    """A write that keeps no view of a slab that it does not hold."""
+def own(write: Write) -> Write:
+    """A write that keeps no view of a slab that it does not hold, nor of a message."""
     column = write.column
-    if write.field.name in homes:
-        return write
     copied = Jagged(column.values.clone(), column.offsets) if isinstance(column, Jagged) else column.clone()  # type: ignore[union-attr]
     return replace(write, column=copied)
-
-
-def home_of(part: Part) -> Home | None:
-    """Where a column's values lie, if in one piece of shared memory."""
-    return part.pieces[0][1] if len(part.pieces) == 1 else None
 
 
 def skipped(column: Any, rows: int) -> int:

@@ -34,6 +34,8 @@ FSYNC_S = 1.0
 HEAD = struct.Struct("<4sIQI")
 MAGIC = b"DKR1"
 FRAMES, RECORD = 1 << 17, 1 << 34
+VECTORS = 512
+"""Buffers of one writev; the kernel allows 1024."""
 
 
 class Log:
@@ -47,7 +49,7 @@ class Log:
         self.path, self.fsync, self.syncs = path, fsync, 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "ab", buffering=1 << 16)  # noqa: SIM115
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise DockError(f"log {path}: {error.strerror}", "choose another folder for the logs") from None
         self.nbytes = self._file.tell()
@@ -56,13 +58,10 @@ class Log:
     def append(self, frames: Sequence[Any]) -> None:
         """Hand one record to the kernel."""
         try:
-            for part in record(frames):
-                self._file.write(part)
-            self._file.flush()
-        except OSError as error:
-            os.truncate(self.path, self.nbytes)  # no torn record with good ones after it
+            self.nbytes += write_parts(self._file.fileno(), record(frames))
+        except OSError as error:  # nothing is buffered: what was written of it is in the file, and cut off
+            os.ftruncate(self._file.fileno(), self.nbytes)  # no torn record with good ones after it
             raise DockError(f"log {self.path}: {error.strerror}", "make room on its disk") from None
-        self.nbytes = self._file.tell()
         self._since = min(self._since, time.monotonic())
 
     @property
@@ -84,7 +83,7 @@ class Log:
         """Compaction: put these records in place of the whole log, at once."""
         write_file(self.path, records)
         self._file.close()
-        self._file = open(self.path, "ab", buffering=1 << 16)  # noqa: SIM115
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
         self.nbytes = self._file.tell()
         self._since = math.inf
 
@@ -101,6 +100,19 @@ def record(frames: Sequence[Any]) -> list[Any]:
     for view in views:
         crc = zlib.crc32(view, crc)
     return [HEAD.pack(MAGIC, len(views), sum(view.nbytes for view in views), crc), sizes, *views]
+
+
+def write_parts(file: int, parts: Sequence[Any]) -> int:
+    """All of the parts to a file descriptor, in one system call where the kernel takes them; their bytes."""
+    left = [memoryview(part) for part in parts if len(part)]
+    nbytes = sum(map(len, left))
+    while left:
+        written = os.writev(file, left[:VECTORS])
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
+    return nbytes
 
 
 def write_file(path: Path, records: Iterable[Sequence[Any]]) -> int:
@@ -174,12 +186,20 @@ def _next(file: Any, left: int) -> list[bytearray] | None:
 
 
 def _another(file: Any, start: int) -> bool:
-    """A whole record follows somewhere after a bad one."""
-    file.seek(start + 1)
+    """A whole record follows somewhere after a bad one. Inside of a torn one, whose rows may hold anything, is none."""
+    file.seek(start)
+    head = file.read(HEAD.size)
+    first = start + 1
+    if len(head) == HEAD.size:
+        magic, count, nbytes, _ = HEAD.unpack(head)
+        sizes = file.read(8 * count) if magic == MAGIC and count <= FRAMES else b""
+        if len(sizes) == 8 * count and sizes and sum(struct.unpack(f"<{count}Q", sizes)) == nbytes:
+            first = start + HEAD.size + 8 * count + nbytes  # head and sizes agree: its end is known
+    file.seek(first)
     rest = file.read()
     at = rest.find(MAGIC)
     while at >= 0:
-        file.seek(start + 1 + at)
+        file.seek(first + at)
         if _next(file, len(rest) - at) is not None:
             return True
         at = rest.find(MAGIC, at + 1)

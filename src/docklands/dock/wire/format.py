@@ -154,7 +154,9 @@ def check_size(frames: Sequence[Buffer], limits: Limits = LIMITS) -> None:
 
 def raw(tensor: Tensor) -> Tensor:
     """A tensor's bytes as uint8 [nbytes]; a view where it is contiguous and in host memory."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    if tensor.requires_grad or not tensor.is_cpu or not tensor.is_contiguous():
+        tensor = tensor.detach().cpu().contiguous()
+    return (tensor if tensor.dim() == 1 else tensor.reshape(-1)).view(torch.uint8)
 
 
 def parts_of(batch: Batch) -> list[Part]:
@@ -239,29 +241,33 @@ def typed(values: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=kind)
     if values.data_ptr() % kind.itemsize:
         values = values.clone()
-    return values.view(kind).reshape(shape)
+    return values.view(kind) if len(shape) == 1 else values.view(kind).reshape(shape)
 
 
-def column_of(part: Part, rows: int) -> Column:
+def column_of(part: Part, rows: int, offsets: np.ndarray | None = None) -> Column:
     """A checked part as a column; JSON stays text, a ragged uint8 column. A view if there is one piece."""
     dtype, inner = ("uint8", ()) if part.meta.dtype == "json" else (part.meta.dtype, part.meta.inner)
     pieces = [values for values, _ in part.pieces]
     values = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else empty_bytes()
     if part.lengths is None:
         return typed(values, dtype, (rows, *inner))
-    offsets = offsets_of(part.lengths)
+    offsets = offsets_of(part.lengths) if offsets is None else offsets
     return Jagged(typed(values, dtype, (int(offsets[-1]), *inner)), offsets)
 
 
 def batch_of(row_ids: np.ndarray, parts: Sequence[Part], fields: Mapping[str, Field[Any]] | None = None) -> Batch:
     """Parts as a batch; `fields` gives the declared fields by name, else they are made from the message."""
     columns: dict[Field[Any], Any] = {}
+    lengths = offsets = None
     for part in parts:
         field = fields[part.meta.name] if fields else field_of(part.meta)
-        column = column_of(part, len(row_ids))
+        same = lengths is not None and part.lengths is not None and np.array_equal(lengths, part.lengths)
+        column = column_of(part, len(row_ids), offsets if same else None)
+        if isinstance(column, Jagged) and not same:
+            lengths, offsets = part.lengths, column.offsets
         columns[field] = json_values(field.name, column) if field.is_json and isinstance(column, Jagged) else column
     try:
-        return Batch(row_ids, columns)
+        return Batch.made(row_ids, columns)
     except DockError as error:
         raise WireError(f"malformed message: {error.message}", error.hint) from None
 
@@ -273,19 +279,19 @@ def encode_parts(
     row_ids: np.ndarray, parts: Sequence[Part], place: Callable[[Tensor], Home | None] | None = None
 ) -> tuple[BatchMeta, list[Buffer]]:
     """(meta for the header, [index, value buffers...]); `place` may move a piece into shared memory, once."""
-    lines: list[tuple[int, ...]] = []
+    lines: list[int] = []
     buffers: list[Buffer] = []
     for number, part in enumerate(parts):
         for values, home in part.pieces:
             if not values.numel():
                 continue
             home = home or (place(values) if place else None)
-            lines.append((number, *(home or (INLINE, 0, 0)), values.numel()))
+            lines += (number, *(home or (INLINE, 0, 0)), values.numel())
             if home is None:
                 buffers.append(values.numpy().data)
-    index = [row_ids, *(part.lengths for part in parts if part.lengths is not None)]
-    joined = np.concatenate([*index, np.array(lines, np.int64).reshape(-1)]).astype(np.int64, copy=False)
-    return BatchMeta(len(row_ids), [part.meta for part in parts], len(lines)), [joined.data, *buffers]
+    index = [row_ids, *(part.lengths for part in parts if part.lengths is not None), lines]
+    joined = np.concatenate(index, dtype=np.int64, casting="unsafe")
+    return BatchMeta(len(row_ids), [part.meta for part in parts], len(lines) // PIECE), [joined.data, *buffers]
 
 
 def encode_batch(batch: Batch, place: Callable[[Tensor], Home | None] | None = None) -> tuple[BatchMeta, list[Buffer]]:

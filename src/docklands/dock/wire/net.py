@@ -183,16 +183,16 @@ class Listener:
         self._poller = zmq.Poller()
         for socket in (self.socket, self._zap):
             self._poller.register(socket, zmq.POLLIN)
-        self._door = self._open_door(keys.public, 2 * limits.nbytes) if keys is not None and possible() else None
+        self._door = self._open_door(keys, 2 * limits.nbytes) if keys is not None and possible() else None
         if self._door is not None:
             self._poller.register(self._door.fileno(), zmq.POLLIN)
 
-    def _open_door(self, public_key: str, most: int) -> Door | None:
+    def _open_door(self, keys: Keys, most: int) -> Door | None:
         """Let clients of this node come the short way; None where that cannot be."""
         end = time.monotonic() + NAME_S
         while True:
             try:
-                return Door(public_key, self._admits, most)
+                return Door((keys.public, keys.secret), self._admits, most)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > end:
                     return None
@@ -245,7 +245,7 @@ class Listener:
             self._answer_zap()
         if self._door is not None and self._door.fileno() in self.ready:
             found += self._door.receive()
-        while len(found) < most and has_message(self.socket):
+        while self.socket in self.ready and len(found) < most and has_message(self.socket):
             client, *frames = receive(self.socket)
             found.append((bytes(client), frames))
         return found
@@ -347,6 +347,11 @@ class Connection:
         return self.socket.fileno(), self.monitor.fileno()
 
     @property
+    def edge(self) -> bool:
+        """The descriptors tell of changes only, and sending may use one up: look for messages after it."""
+        return True
+
+    @property
     def closed(self) -> bool:
         return self.socket.closed
 
@@ -364,10 +369,14 @@ class Connection:
             found.append(receive(self.socket))
         return found
 
+    def changed(self) -> bool:
+        """Something has happened to the line: `look`."""
+        return has_message(self.monitor)
+
     def look(self) -> bool:
         """Take note of what happened to the line; whether its state has changed."""
         before = self.state, self.ups
-        while has_message(self.monitor):
+        while self.changed():
             event = recv_monitor_message(self.monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.state = UP

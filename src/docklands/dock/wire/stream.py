@@ -37,7 +37,8 @@ def made(sock: socket.socket) -> socket.socket:
 class Stream:
     """Messages over one connected socket. most: bytes of a message; preface: bytes that come before the first one.
 
-    ended  the other end has gone, or has sent what is no message
+    preface  once they are here; nothing more is read until `proceed` is called
+    ended    the other end has gone, or has sent what is no message
     """
 
     def __init__(self, sock: socket.socket, most: int, preface: int) -> None:
@@ -91,10 +92,17 @@ class Stream:
             if sent:
                 out[0] = out[0][sent:]
 
+    def proceed(self, preface: int = 0) -> list[list[memoryview]]:
+        """After a preface: there is another one of so many bytes, or (0) messages follow; those that are here."""
+        found: list[list[memoryview]] = []
+        self.preface, self._expected = b"", preface
+        self._parse(found)
+        return found
+
     def receive(self) -> list[list[memoryview]]:
         """Every message that is here whole."""
         found: list[list[memoryview]] = []
-        while not self.ended:
+        while not self.ended and not self.preface:
             try:
                 if self._body is not None:
                     count = self.sock.recv_into(memoryview(self._body)[self._filled :])
@@ -130,9 +138,10 @@ class Stream:
         """Take whole messages out of what has been read; begin the last one, if it is not whole."""
         rest, at = self._rest, 0
         if self._expected:
-            if len(rest) < self._expected:
-                return
-            self.preface, at, self._expected = bytes(rest[: self._expected]), self._expected, 0
+            if len(rest) >= self._expected:
+                self.preface = bytes(rest[: self._expected])
+                del rest[: self._expected]
+            return
         while len(rest) - at >= HEAD.size:
             count, nbytes = HEAD.unpack_from(rest, at)
             if count > FRAMES or nbytes > self._most:
