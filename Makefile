@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 STAMPS := $(VENV)/stamps
 WORKERS ?= -n 2 --dist loadgroup --max-worker-restart 0
 
-.PHONY: quickstart test test-fast test-vllm chaos browser check format docs bench clean help install dev
+.PHONY: quickstart test test-fast test-vllm chaos chaos-fleet soak browser check format docs bench clean help install dev
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -32,6 +32,12 @@ test-fast: $(STAMPS)/dev  ## the tests that take seconds (under two minutes in a
 
 chaos: $(STAMPS)/dev  ## kill -9 in 30 runs of a flow for each durability of the dock (some minutes)
 	DOCKLANDS_CHAOS_RUNS=30 $(BIN)/python -m pytest -q --timeout 1200 tests/distributed/test_dock_chaos.py
+
+chaos-fleet: $(STAMPS)/dev  ## kill -9 of any process of a fleet, in 20 whole runs (a quarter of an hour)
+	$(BIN)/python -m tests.fleet_chaos --runs 20
+
+soak: $(STAMPS)/dev  ## memory of every process of a fleet over 200 steps (some minutes)
+	$(BIN)/python -m tests.fleet_soak --steps 200
 
 test-vllm: .venv-vllm/done  ## the contract of generation engines with vLLM too, in .venv-vllm (3.5 GB)
 	PYTHONPATH=src:. .venv-vllm/bin/python -m pytest -q --timeout 400 tests/engines

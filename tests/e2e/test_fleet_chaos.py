@@ -1,4 +1,7 @@
-"""A process dies at a random moment, whatever it is: the run ends with the weights of an undisturbed one."""
+"""A process dies at a random moment, whatever it is: the run ends with the weights of an undisturbed one.
+
+Generators of their own: test_fleet_elastic.py. `make chaos-fleet` kills in 20 runs of real processes (fleet_chaos.py).
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,17 @@ from docklands.dock import hosted
 from docklands.dock.launch import Launcher
 from docklands.fleet.workers import Workers
 from docklands.obs.rundir import RunDir
+from docklands.rewards import sandbox
 from docklands.run import parts
 from tests.dock_processes import Forked
 from tests.e2e.runs import run_here
 from tests.e2e.test_dock_in_processes import lines, weights
 from tests.e2e.test_fleet_runs import RECIPE, SPREAD
+from tests.fleet_chaos import ISOLATED, Blow, Drill
+from tests.fleet_chaos import STEPS as WHOLE
+from tests.fleet_outside import QUICK
 
-STEPS = ("run.steps=8", "checkpoint.every_steps=2", *SPREAD)
+STEPS = ("run.steps=8", "checkpoint.every_steps=2", ISOLATED, *SPREAD)
 
 
 @pytest.fixture
@@ -43,9 +50,12 @@ def living(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[str], int]]:
             found.append(self.strike)
 
         def strike(self, kind: str) -> int:
-            if kind != "worker":
+            if kind in ("warehouse 0", "control"):
                 return launchers[-1].kill(kind)
-            pid = random.choice([line.pid for line in self.lines])  # type: ignore[attr-defined]
+            able = [line.pid for line in self.lines]  # type: ignore[attr-defined]
+            if kind == "reward":
+                able = [pid for pool in sandbox._pools for pid in pool.pids]
+            pid = random.choice(able)
             os.kill(pid, signal.SIGKILL)
             return pid
 
@@ -65,7 +75,7 @@ SEEDS = range(int(os.environ.get("DOCKLANDS_CHAOS", "1")))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", ["worker", "warehouse 0", "control"])
+@pytest.mark.parametrize("kind", ["worker", "warehouse 0", "control", "reward"])
 def test_a_death_at_a_random_moment_changes_no_weight(
     undisturbed: RunDir, living: list[Callable[[str], int]], tmp_path: Path, kind: str, seed: int
 ) -> None:
@@ -96,3 +106,16 @@ def test_a_death_at_a_random_moment_changes_no_weight(
     assert len(living) == 1 + again and again <= 1
     if kind == "worker":  # a warehouse or the control process comes back by itself, unless rows of an update were lost
         assert again == 1 and f"(pid {killed[0]}) died with exit code -9 (killed, perhaps for memory) during" in log
+    if kind == "reward":
+        assert again == 0 and log.count(f"(pid {killed[0]}) ended: signal 9 (SIGKILL); what it was at is scored") == 1
+
+
+def test_a_driver_that_is_killed_leaves_nothing_and_goes_on_with_resume(
+    living: list[Callable[[str], int]], tmp_path: Path
+) -> None:
+    """Trainers, generators and a reward process of their own, seen from outside; see fleet_chaos.py."""
+    drill = Drill(tmp_path, QUICK)
+    blow = Blow("driver", "apart", 0, "wal", after=WHOLE // 2, delay=random.Random(7).uniform(0.0, 0.5), which=0.0)
+    drill.calms["apart"] = run_here(RECIPE, tmp_path / "calm", *blow.overrides)
+    outcome = drill.strike("run", blow)
+    assert not outcome.wrong, outcome

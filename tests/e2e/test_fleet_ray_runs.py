@@ -7,17 +7,19 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from docklands.errors import ConfigError
+from docklands.errors import ConfigError, WorkerLost
+from docklands.fleet import ray_carrier
 from docklands.obs.rundir import RunDir
-from tests.e2e.runs import ROOT, command, docklands, environment, run_here, train_arguments
-from tests.e2e.test_dock_in_processes import lines, same_run, until
+from tests.e2e.runs import run_here
+from tests.e2e.test_dock_in_processes import same_run
 from tests.e2e.test_fleet_runs import RECIPE, SPREAD, forked
+from tests.fleet_outside import Fleet, until
 
 __all__ = ["forked"]
 RAY = ("fleet.backend=ray", *SPREAD)
+FOUR = ("run.steps=2", "rollout.samples_per_prompt=8", "algorithm.samples_per_update=16")
 
 
 @pytest.fixture(autouse=True)
@@ -27,30 +29,53 @@ def no_other_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_on_ray_is_the_same_run(tmp_path: Path) -> None:
-    """Ranks, dock and loop are those of the other backend; the Ray that the run started ends with it."""
-    here = run_here(RECIPE, tmp_path / "here", "run.steps=2", *SPREAD)
-    there = RunDir(tmp_path / "there")  # by the command: a Ray that ends its driver ends no test runner
-    done = docklands(*train_arguments(RECIPE, there.path, ["run.steps=2", *RAY]))
-    assert done.returncode == 0, done.stderr
-    same_run(here, there)
-    assert "Traceback" not in (there.log / "worker.1.log").read_text()
+    """PPO on a model with experts, four workers that train (tp 2, dp 2, ep 2) and generate (ep 4) in turns. Ranks, dock
+    and loop are those of the other backend; the Ray that the run started ends with it.
+    """
+    recipe = "fleet_ppo_colocated.yaml"
+    here = run_here(recipe, tmp_path / "here", *FOUR, "fleet.backend=local")
+    fleet = Fleet(recipe, RunDir(tmp_path / "there"), FOUR)  # in a process: a Ray that ends its driver ends no pytest
+    try:
+        fleet.start()
+        assert until(lambda: fleet.note() or fleet.process.poll() is not None, 240, 0.5)
+        assert fleet.process.returncode == 0, fleet.said
+        left = fleet.left()
+    finally:
+        fleet.kill()
+    assert not left and any(name.endswith("plasma_store") for name in fleet.sockets)
+    same_run(here, fleet.run)
+    assert "Traceback" not in (fleet.run.log / "worker.3.log").read_text()
     with pytest.raises(ConfigError, match="no Ray answers at 127.0.0.1:1"):
         run_here(RECIPE, tmp_path / "nowhere", "fleet.ray_address=127.0.0.1:1", *RAY)
 
 
 def test_nothing_is_left_after_kill_9_of_a_driver_that_started_ray(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    arguments = command(*train_arguments(RECIPE, run.path, [*RAY, "run.steps=4000"]))
-    process: Any = subprocess.Popen(
-        arguments, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    """Not a process, and not a socket of Ray's either."""
+    fleet = Fleet(RECIPE, RunDir(tmp_path / "run"), [*RAY, "run.steps=4000"])
     try:
-        until("two steps", lambda: lines(run) >= 2)
-        left = psutil.Process(process.pid).children(recursive=True)
-        names = " ".join(child.name() for child in left)
-        assert "raylet" in names and "gcs_server" in names and names.count("ray::Actor") == 2
-        process.kill()
-        assert process.communicate(timeout=60)[0] is not None and process.returncode == -signal.SIGKILL
+        fleet.start()
+        assert until(lambda: fleet.steps >= 2, 240), fleet.said
+        fleet.note()
+        names = fleet.members().keys()
+        assert {"raylet 0", "gcs_server 0", "trainer 1"} <= names and "trainer 2" not in names
+        assert any(name.endswith("plasma_store") for name in fleet.sockets)
+        fleet.process.kill()
+        assert fleet.wait(60) == -signal.SIGKILL
+        left = fleet.left()
     finally:
-        process.kill()
-    assert not psutil.wait_procs(left, 60)[1]
+        fleet.kill()
+    assert not left
+
+
+def test_a_ray_that_does_not_start_leaves_nothing_and_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that is too busy: Ray raises a plain Exception, and its processes stay."""
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def slow(**_: Any) -> None:
+        begun.append(subprocess.Popen(["sleep", "600"]))
+        raise Exception("The current node timed out during startup.")  # noqa: TRY002
+
+    monkeypatch.setattr(ray_carrier.ray, "init", slow)
+    with pytest.raises(WorkerLost, match="no Ray could be started here: The current node timed out during startup"):
+        ray_carrier.Session().enter(object(), "local", 1)
+    assert begun[0].wait(10) == -signal.SIGKILL

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -17,7 +16,6 @@ from docklands.core.protocols import Rows
 from docklands.core.stage import Stage
 from docklands.dock import hosted
 from docklands.dock.launch import Launcher
-from docklands.dock.warehouse.arena import SHM
 from docklands.errors import ConfigError, WarehouseLost, WorkerLost
 from docklands.fleet.supervise import Restarts, lost_process
 from docklands.fleet.workers import Workers
@@ -26,10 +24,15 @@ from docklands.run import parts
 from docklands.train import checkpoint
 from tests.dock_processes import Forked
 from tests.e2e.runs import ROOT, command, environment, run_here, train_arguments
-from tests.e2e.test_dock_in_processes import lines, same_run, until, weights
+from tests.e2e.test_dock_in_processes import same_run, until, weights
+from tests.fleet_chaos import COMMON, MODES
+from tests.fleet_outside import QUICK, Fleet
+from tests.fleet_soak import slopes, weigh
 
 RECIPE = "mix6_grpo.yaml"
 SPREAD = ("layout.dp=2", "rollout.samples_per_prompt=8")
+MANY, WARM, SHORT_KIB = 40, 15, 150.0
+"""Steps, those of the warm-up, and KiB a step: a page or two at a time, seen over few steps, is a steep slope."""
 
 
 @pytest.fixture(autouse=True)
@@ -87,30 +90,22 @@ def test_a_local_dock_is_out_of_reach_of_workers(tmp_path: Path) -> None:
         run_here(RECIPE, tmp_path / "run", "dock.transport=local", *SPREAD)
 
 
-def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
-
-
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_after_ctrl_c_or_kill_9_of_the_driver(tmp_path: Path, end: signal.Signals) -> None:
-    run = RunDir(tmp_path / "run")
-    arguments = command(*train_arguments(RECIPE, run.path, [*SPREAD, "run.steps=4000"]))
-    process: Any = subprocess.Popen(
-        arguments, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+def test_a_fleet_is_no_larger_after_many_steps_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    """Trainers and generators apart, seen from outside; `make soak` weighs 200 steps. kill -9: test_fleet_chaos.py."""
+    fleet = Fleet(RECIPE, RunDir(tmp_path / "run"), [*COMMON, *MODES["apart"][1], "run.steps=4000"], QUICK)
     try:
-        until("two steps", lambda: lines(run) >= 2)
-        left = family(process)
-        assert len(left) >= 4  # two workers, a warehouse, a control process
-        os.killpg(process.pid, end) if end == signal.SIGINT else process.kill()
-        said = process.communicate(timeout=60)[0]
-        assert process.returncode == (130 if end == signal.SIGINT else -signal.SIGKILL), said
+        fleet.start()
+        found = weigh(fleet, MANY)
+        os.killpg(fleet.process.pid, signal.SIGINT)
+        assert fleet.wait(60) == 130
+        left = fleet.left()
     finally:
-        process.kill()
-    assert not psutil.wait_procs(left, 30)[1]
-    docks = [folder.name.removeprefix("dock-") for folder in (run.path / "dock").glob("dock-*")]
-    until("no shared memory", lambda: not any(list(SHM.glob(f"docklands-{dock}-*")) for dock in docks), 10)
-    assert len(docks) == 1
+        fleet.kill()
+    assert not left
+    kinds = {"driver 0", "trainer 1", "rollout 1", "warehouse 1", "control 0", "reward 0", "forkserver 0"}
+    assert kinds <= found.keys() and fleet.sockets
+    grows = {name: slopes(weights, WARM)[1] for name, weights in found.items() if len(weights) > MANY // 2}
+    assert kinds <= grows.keys() and all(kib < SHORT_KIB for kib in grows.values()), grows
 
 
 def test_a_stop_for_the_whole_process_group_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:

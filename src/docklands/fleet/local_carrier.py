@@ -18,7 +18,14 @@ from typing import Any
 
 from docklands.fleet.host import Host, Message, Seat, Setup, end_soon
 
-PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "docklands.train.sharded", "docklands.fleet.engines"]
+PRELOAD = [
+    "docklands.fleet.forking",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "docklands.train.sharded",
+    "docklands.fleet.engines",
+]
 LEAVE_S, KILL_S = 2.0, 5.0
 """Seconds that a process gets to end by itself, and to be gone after SIGKILL."""
 

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -122,17 +123,24 @@ class Session:
         self._joined = ""
         self._reaper: subprocess.Popen[bytes] | None = None
         self._reaped: list[int] = []
+        self._sockets: list[str] = []
 
     def enter(self, carrier: object, address: str, workers: int) -> None:
-        """Join a Ray, or start one. ConfigError when none answers at an address that was asked for."""
+        """Join a Ray, or start one. Raises what `join` raises."""
         with self._lock:
             if not self._carriers:
                 before = descendants()
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray-calls")
-                self._joined = self._thread.submit(join, address, workers).result()
+                try:
+                    self._joined, self._sockets = self._thread.submit(join, address, workers).result()
+                except WorkerLost:  # a Ray that has half started
+                    for pid in (pid for pid in descendants() if pid not in before):
+                        with contextlib.suppress(OSError):
+                            os.kill(pid, signal.SIGKILL)
+                    raise
                 self._reaped = [pid for pid in descendants() if pid not in before]
                 if self._joined == "started":
-                    self._reaper = reaper(self._reaped)
+                    self._reaper = reaper(self._reaped, self._sockets)
             self._carriers.add(id(carrier))
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -153,7 +161,7 @@ class Session:
                 self._reaper.kill()
                 self._reaper.communicate()
                 self._reaped += pids
-                self._reaper = reaper(self._reaped)
+                self._reaper = reaper(self._reaped, self._sockets)
 
     def leave(self, carrier: object) -> None:
         """The last one ends the Ray that was started here."""
@@ -165,6 +173,9 @@ class Session:
                 return
             if self._joined:
                 ray.shutdown()
+            if self._joined == "started":
+                for path in self._sockets:
+                    Path(path).unlink(missing_ok=True)
             self._joined = ""
             if self._thread is not None:
                 self._thread.shutdown(wait=False)
@@ -271,13 +282,15 @@ def taking(resource: str) -> dict[str, Any]:
     return {"num_cpus": 0, **({"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}})}
 
 
-def join(address: str, workers: int) -> str:
-    """ "joined" a running Ray, or "started" one on this machine; "" when this process was part of one before.
+def join(address: str, workers: int) -> tuple[str, list[str]]:
+    """ "joined" a running Ray, or "started" one on this machine; "" when this process was part of one before. And the
+    socket files of one that was started: Ray itself leaves one behind for each session.
 
     ConfigError when none answers at an address that was asked for; the address "local" starts one in any case.
+    WorkerLost when one cannot be started.
     """
     if ray.is_initialized():
-        return ""
+        return "", []
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"namespace": "docklands", "log_to_driver": False, "logging_level": logging.ERROR}
     wanted = address or os.environ.get("RAY_ADDRESS", "")
@@ -290,10 +303,17 @@ def join(address: str, workers: int) -> str:
             if wanted:
                 raise nobody(wanted, error) from None
         else:
-            return "joined"
+            return "joined", []
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default runs workers at the lowest priority
-    ray.init(address="local", num_cpus=max(os.cpu_count() or 1, workers), include_dashboard=False, **options)
-    return "started"
+    options |= {"num_cpus": max(os.cpu_count() or 1, workers), "include_dashboard": False}
+    try:
+        made: Any = ray.init(address="local", **options)  # its stubs say less than there is
+    except Exception as error:  # Ray has no kind of its own for this: a busy machine, a full disk
+        ray.shutdown()
+        said = " ".join(str(error).split())
+        raise WorkerLost(f"no Ray could be started here: {said}", "its logs are under /tmp/ray") from error
+    known = (made.address_info.get(key) for key in ("object_store_address", "raylet_socket_name"))
+    return "started", [path for path in known if path and os.path.isabs(path)]
 
 
 def descendants() -> list[int]:
@@ -301,9 +321,12 @@ def descendants() -> list[int]:
     return [child.pid for child in psutil.Process().children(recursive=True)]
 
 
-def reaper(pids: list[int]) -> subprocess.Popen[bytes]:
-    """Kills these processes as soon as this one has gone, however it went: some of Ray's would stay for minutes."""
-    words = ["sh", "-c", 'read _; kill -9 "$@"', "reaper", *map(str, pids)]
+def reaper(pids: list[int], files: list[str]) -> subprocess.Popen[bytes]:
+    """Kills these processes and removes these files as soon as this one has gone, however it went: some of Ray's would
+    stay for minutes, or for good.
+    """
+    script = 'read _; kill -9 $1; shift; rm -f -- "$@"'
+    words = ["sh", "-c", script, "reaper", " ".join(map(str, pids)), *files]
     return subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
 
 

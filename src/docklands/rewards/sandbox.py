@@ -1,7 +1,8 @@
 """A pool of killable processes for rewards that may hang, crash or leak.
 
 One thread owns one process: it starts it when there is work, talks to it with deadlines, kills it (with everything it
-started) when a deadline passes, and starts another for the next sample. No process outlives the pool or this process.
+started) when a deadline passes, and starts another for the next sample. What a process was at when somebody else killed
+it is scored once more. No process outlives the pool or this process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import queue
 import select
@@ -28,6 +30,8 @@ from docklands.rewards.base import RewardOutcome, RewardSample, failed
 from docklands.rewards.scoring import Target
 from docklands.rewards.worker import HEADER, frame
 
+log = logging.getLogger("docklands.rewards")
+
 START_S = 120.0
 GRACE_S = 0.5  # for async batch functions, which keep the deadline themselves and so lose only the late samples
 MOST_TIMEOUTS = 16
@@ -39,7 +43,11 @@ class DeadlinePassed(Exception):
 
 
 class ProcessEnded(Exception):
-    """The process went away; says how."""
+    """The process went away; says how. killed: by a SIGKILL of somebody else, which is nothing that its sample did."""
+
+    def __init__(self, how: str, killed: bool = False) -> None:
+        super().__init__(how)
+        self.killed = killed
 
 
 class CannotStart(Exception):
@@ -133,7 +141,7 @@ class Process:
                     raise DeadlinePassed
                 left = left[os.write(descriptor, left) :]
         except BrokenPipeError:
-            raise ProcessEnded(self._epitaph()) from None
+            raise self._ended() from None
 
     def _receive(self, deadline_s: float) -> dict[str, Any]:
         end = time.monotonic() + deadline_s
@@ -156,17 +164,17 @@ class Process:
             raise DeadlinePassed
         chunk = os.read(descriptor, 1 << 20)
         if not chunk:
-            raise ProcessEnded(self._epitaph())
+            raise self._ended()
         return chunk
 
-    def _epitaph(self) -> str:
+    def _ended(self) -> ProcessEnded:
         """How the process ended."""
         try:
             code = self._child.wait(timeout=GRACE_S)
         except subprocess.TimeoutExpired:
-            return "the reward's process closed its pipe"
+            return ProcessEnded("the reward's process closed its pipe")
         how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
-        return f"the reward's process ended: {how}"
+        return ProcessEnded(f"the reward's process (pid {self.pid}) ended: {how}", code == -signal.SIGKILL)
 
 
 class Sandbox:
@@ -230,7 +238,7 @@ class Sandbox:
 
     def _score(self, job: Job, slot: int) -> list[RewardOutcome]:
         outcomes: list[RewardOutcome] = []
-        in_a_row = 0
+        in_a_row, again = 0, -1
         while len(outcomes) < len(job.samples):
             rest = job.samples[len(outcomes) :]
             if self._closed or in_a_row >= MOST_TIMEOUTS:
@@ -252,6 +260,10 @@ class Sandbox:
                 )
             except ProcessEnded as error:
                 self._stop(slot)
+                if error.killed and again != len(outcomes) and not self._closed:
+                    again = len(outcomes)  # a sample that loses a second process may have used up the memory
+                    log.warning("%s; what it was at is scored again", error)
+                    continue
                 outcomes += _lost("error", str(error), job, rest)
             except CannotStart as error:
                 self._stop(slot)
