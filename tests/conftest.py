@@ -29,7 +29,7 @@ settings.load_profile("ci")
 LONG = (
     "distributed/", "e2e/test_dashboard_", "e2e/test_dock_in_processes", "e2e/test_fleet_", "e2e/test_howto",
     "e2e/test_layout", "e2e/test_lora", "e2e/test_metrics", "e2e/test_moe", "e2e/test_reshard_run",
-    "e2e/test_run_directory", "e2e/test_long_tail", "e2e/test_sharded_runs",
+    "e2e/test_run_directory", "e2e/test_long_tail", "e2e/test_sharded_runs", "e2e/test_slow_prompts",
     "e2e/test_end_of_data",
     "parity/test_models_m",
     "property/test_dock_", "property/test_sync_", "property/test_wire", "unit/test_plan", "unit/test_router_",

@@ -30,9 +30,12 @@ def trained(run: RunDir, steps: range) -> list[list[int]]:
     return [sorted({sample["prompt_id"] for sample in run.read_samples(step)}) for step in steps]
 
 
-@pytest.mark.parametrize("transport", ["local", "processes"])
-def test_every_prompt_is_trained_once_and_tokens_come_from_several_versions(transport: str, tmp_path: Path) -> None:
-    run = run_here("mix6_grpo_tis.yaml", tmp_path / "run", *PARTIAL, "run.steps=6", f"dock.transport={transport}")
+@pytest.mark.parametrize(("transport", "kv"), [("local", "recompute"), ("processes", "recompute"), ("local", "keep")])
+def test_every_prompt_is_trained_once_and_tokens_come_from_several_versions(
+    transport: str, kv: str, tmp_path: Path
+) -> None:
+    more = ("run.steps=6", f"dock.transport={transport}", f"rollout.partial_kv={kv}")
+    run = run_here("mix6_grpo_tis.yaml", tmp_path / "run", *PARTIAL, *more)
     metrics = dict(run.read_metrics())
     assert sorted(metrics) == [1, 2, 3, 4, 5, 6]
     assert trained(run, range(1, 7)) == [[4 * step + i for i in range(4)] for step in range(6)]

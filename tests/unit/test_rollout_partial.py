@@ -17,6 +17,7 @@ from docklands.core.fields import (
     FINISH_REASON,
     GROUP_ID,
     LOSS_MASK,
+    PROMPT_TOKENS,
     ROLLOUT_LOGPROBS,
     TOKEN_IDS,
     WEIGHT_VERSIONS,
@@ -24,6 +25,7 @@ from docklands.core.fields import (
 from docklands.envs import build_env_factory
 from docklands.errors import ConfigError
 from docklands.rollout import NativeEngine, RolloutWorker
+from docklands.rollout.keeping import KeepingWorker
 from docklands.rollout.partial import Unfinished, check_partial
 from docklands.rollout.trajectory import Episode
 
@@ -32,6 +34,17 @@ def worker(env: Any = None, **section: Any) -> RolloutWorker:
     settings = RolloutSection(**{"max_batch": 16, "max_response_tokens": 40, **section})
     source = cases.model()
     found = RolloutWorker([NativeEngine(source.config, settings)], cases.tokenizer(), env, settings, 7)
+    found.load_weights(source.named_parameters(), 3)
+    return found
+
+
+def keeper(**section: Any) -> KeepingWorker:
+    """As `worker`, of one whose samples keep their KV cache."""
+    settings = RolloutSection(**{"max_batch": 16, "max_response_tokens": 40, "partial_kv": "keep", **section})
+    source = cases.model()
+    engine = NativeEngine(source.config, settings)
+    sizes = {"longest_prompt": 24, "vocabulary": source.config.vocab_size}
+    found = KeepingWorker([engine], cases.tokenizer(), None, settings, 7, None, **sizes)
     found.load_weights(source.named_parameters(), 3)
     return found
 
@@ -78,6 +91,66 @@ def test_an_interrupted_sample_is_the_uninterrupted_one(tokens: int) -> None:
         assert sample[COMPLETION.name] == parts[row][COMPLETION.name]
         assert int(sample[FINISH_REASON.name]) == int(parts[row][FINISH_REASON.name])
         assert torch.allclose(sample[ROLLOUT_LOGPROBS.name], parts[row][ROLLOUT_LOGPROBS.name], atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 16])
+def test_a_sample_that_keeps_its_cache_is_the_uninterrupted_one_and_is_computed_once(tokens: int) -> None:
+    """With the same weights; an evaluation in between changes nothing, nor does an abort but for the work."""
+    batch = rows(5, 3)
+    whole, _ = visits(worker(), batch)
+    found, prefilled = keeper(partial_tokens=tokens, max_batch=8), []
+
+    def between(visit: int) -> None:
+        if visit == 0:
+            found.rollout(rows(2, 2), sampling=found.sampling)
+            found._engine.take_metrics()
+
+    played = found.rollout
+
+    def counted(*args: Any, **more: Any) -> Any:
+        result = played(*args, **more)
+        prefilled.append(result.metrics["rollout/prefill_tokens"][0])
+        return result
+
+    found.rollout = counted  # type: ignore[method-assign]
+    parts, rest = visits(found, batch, between)
+    assert parts.keys() == whole.keys() and len(rest) > 2
+    for row, sample in whole.items():
+        for field in (TOKEN_IDS, LOSS_MASK, WEIGHT_VERSIONS):
+            assert torch.equal(torch.as_tensor(sample[field.name]), torch.as_tensor(parts[row][field.name])), field
+        assert torch.allclose(sample[ROLLOUT_LOGPROBS.name], parts[row][ROLLOUT_LOGPROBS.name], atol=1e-5)
+    again = sum(len(tokens) for tokens in {tuple(row.tolist()) for row in batch[PROMPT_TOKENS]})
+    assert sum(prefilled[:1] + prefilled[2:]) <= again, "what was sampled is never computed again"
+
+
+def test_a_sample_that_keeps_its_cache_goes_on_under_new_weights_beside_new_ones() -> None:
+    batch = rows(3, 2)
+    first, second = batch.select(np.arange(4)), batch.select(np.arange(4, 6))
+    found = keeper(partial_tokens=10, min_response_tokens=36, max_response_tokens=36)
+    assert found.rollout(first).later == first.row_ids.tolist()
+    other = cases.model(seed=50)
+    found.load_weights(other.named_parameters(), 4)
+    written = {}
+    for _ in range(4):
+        result = found.rollout(
+            batch.select(np.array([row not in written for row in batch.row_ids.tolist()]).nonzero()[0])
+        )
+        assert result.batch is not None
+        written |= {row: result.batch[WEIGHT_VERSIONS][i] for i, row in enumerate(result.batch.row_ids.tolist())}
+    assert written.keys() == set(batch.row_ids.tolist())
+    for row, versions in written.items():
+        made = versions[versions >= 0].tolist()
+        assert made == ([4] * 36 if row in second.row_ids else [3] * 11 + [4] * 25), row
+
+
+def test_an_abort_of_samples_that_keep_their_cache_leaves_nothing_behind() -> None:
+    batch = rows(2, 2)
+    found = keeper(partial_tokens=3)
+    assert found.rollout(batch).later
+    decode = found._engine._decode
+    found._engine._decode = lambda scheduler: (found.abort(), decode(scheduler))[1]  # type: ignore[method-assign]
+    assert found.rollout(batch).later == batch.row_ids.tolist()
+    assert not any(row in found._live for row in batch.row_ids.tolist())
 
 
 def test_groups_come_whole() -> None:
@@ -228,4 +301,8 @@ def test_it_needs_a_staleness_bound() -> None:
     with pytest.raises(ConfigError, match="partial_tokens is 64, but with dock.max_staleness 0"):
         check_partial(RolloutSection(partial_tokens=64), 0)
     check_partial(RolloutSection(partial_tokens=64), 1)
+    check_partial(RolloutSection(partial_tokens=64, partial_kv="keep"), 1)
+    for tokens, alone in ((0, True), (64, False)):
+        with pytest.raises(ConfigError, match="partial_kv is keep, which needs"):
+            check_partial(RolloutSection(partial_tokens=tokens, partial_kv="keep"), 1, alone)
     check_partial(RolloutSection(), 0)

@@ -96,6 +96,11 @@ class RolloutSection(Section):
         description="tokens that one visit samples of a response; longer ones go on in a later visit, under newer "
         "weights (partial rollout; needs dock.max_staleness); 0: whole responses",
     )
+    partial_kv: Literal["recompute", "keep"] = Field(
+        default="recompute",
+        description="samples that go on in a later visit: computed again with the weights of then, or (one process and "
+        "native engine, no environment) on the keys and values that they have, as in an update in flight",
+    )
     sample_deadline_s: float = Field(default=600.0, gt=0, description="deadline of one rollout batch, in seconds")
     layout: GenerationLayoutSection = Field(
         default_factory=GenerationLayoutSection, description="processes of generation"

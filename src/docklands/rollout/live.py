@@ -32,6 +32,10 @@ class LiveRollout:
         self._begun: dict[int, tuple[Episode, int]] = {}
         self._open: dict[int, set[int]] = {}
 
+    def __contains__(self, row_id: int) -> bool:
+        """It has been begun, and its group has not ended."""
+        return row_id in self._begun
+
     def begin(self, batch: Batch) -> list[Request]:
         """Requests for rows that join; columns as RolloutWorker.rollout reads them."""
         prompts, ids, ks = batch[PROMPT_TOKENS], batch[PROMPT_ID].tolist(), batch[SAMPLE_INDEX].tolist()

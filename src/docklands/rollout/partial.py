@@ -7,7 +7,8 @@ and the few long samples of one step are generated together with the many of the
 version and the log-probability that it was sampled with, its draws from the same stream, so that with the same weights
 it is the sample that one visit would have made.
 
-They wait in the worker's memory. What a worker loses, or another worker gets, begins anew.
+They wait in the worker's memory. What a worker loses, or another worker gets, begins anew. Their keys and values are
+computed again with the weights of each visit; rollout/keeping.py keeps them.
 """
 
 from __future__ import annotations
@@ -28,8 +29,16 @@ REMEMBERED = 65_536
 """Episodes that wait at most; older ones (of groups that were dropped meanwhile) begin anew."""
 
 
-def check_partial(section: RolloutSection, max_staleness: int) -> None:
-    """ConfigError when samples may be interrupted and no newer weights could ever continue them."""
+def check_partial(section: RolloutSection, max_staleness: int, alone: bool = True) -> None:
+    """ConfigError when samples may be interrupted and no newer weights could ever continue them, or when their keys and
+    values are to be kept where that cannot be. alone: one engine, in the driver's process, without an environment.
+    """
+    if section.partial_kv == "keep" and not (section.partial_tokens and alone and section.engine == "native"):
+        raise ConfigError(
+            "rollout.partial_kv is keep, which needs rollout.partial_tokens, and one native engine in one process, "
+            "without an environment",
+            "leave it out: unfinished samples are then computed again",
+        )
     if section.partial_tokens and not max_staleness:
         raise ConfigError(
             f"rollout.partial_tokens is {section.partial_tokens}, but with dock.max_staleness 0 a step waits for its "

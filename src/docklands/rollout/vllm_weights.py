@@ -8,11 +8,19 @@ On a CPU vLLM packs each matrix for its kernels and forgets the plain one. There
 layer and packed again by the layer's own method. The output head has a packed copy of its own, also where it is tied to
 the embedding: it is packed again too, or it would go on multiplying with the old embedding. Experts are packed by their
 kernel once both of a layer's matrices have come.
+
+Packing a matrix is a fifth of a millisecond of set-up and a reorder that two threads hardly make faster together. So
+there each thread packs matrices of its own, alone.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+from collections import deque
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +31,8 @@ from docklands.models.params import ParamSpec, ParamTable
 
 EXPERTS = {("gate_proj", "up_proj"): "w13_weight", ("down_proj",): "w2_weight"}
 """What vLLM calls the stacked matrices of all experts, by the projections of one."""
+WAIT_S = 600.0
+"""For one matrix to be packed."""
 
 
 def vllm_name(spec: ParamSpec, fused: Mapping[str, list[str]]) -> str:
@@ -62,8 +72,9 @@ class InPlace:
             self._places[spec.name] = modules[module], kind
         self._head = modules.get("lm_head")
         self._looked_up = {spec.name for spec in table.stored() if spec.split == "vocab"} - {"head.weight"}
-        self._plain = torch.empty(0)
-        self._came: dict[int, set[str]] = {}
+        self._scratch = threading.local()
+        self._came: dict[int, dict[str, Tensor]] = {}
+        self._lock = threading.Lock()
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -71,23 +82,30 @@ class InPlace:
         ShapeMismatch both shapes. After an error the model holds a mixture.
         """
         tied = {spec.name for spec in self._table if spec.tied_to is not None}
-        wanted = dict(self._places)
+        wanted, late = dict(self._places), []
         self._came = {}
-        for name, tensor in weights:
-            if name in tied:
-                continue
-            place = wanted.pop(name, None)
-            if place is None:
-                raise MissingWeight(f"weight {name!r} came twice, or the generator does not have it")
-            shape = self._shapes[name]
-            if tuple(tensor.shape) != shape:
-                raise ShapeMismatch(f"weight {name!r} came as {tuple(tensor.shape)}, the generator holds {shape}")
-            self._put(name, *place, tensor)
+        with _Apart(torch.get_num_threads() if self._repack else 1) as apart:
+            for name, tensor in weights:
+                if name in tied:
+                    continue
+                place = wanted.pop(name, None)
+                if place is None:
+                    raise MissingWeight(f"weight {name!r} came twice, or the generator does not have it")
+                shape = self._shapes[name]
+                if tuple(tensor.shape) != shape:
+                    raise ShapeMismatch(f"weight {name!r} came as {tuple(tensor.shape)}, the generator holds {shape}")
+                if tensor.ndim < 2 or place[0] is self._head:
+                    late.append((name, *place, tensor))
+                else:
+                    apart.run(self._put, name, *place, tensor)
         if wanted:
             raise MissingWeight(f"{len(wanted)} weights did not come, first {next(iter(wanted))!r}")
+        for each in late:  # a bias after its matrix, whose packing may replace it; the head by all threads together
+            self._put(*each)
         if self._repack and tied and self._head is not None:
             _pack(self._head)
 
+    @torch.no_grad()
     def _put(self, name: str, module: Any, kind: str, tensor: Tensor) -> None:
         held: Tensor = getattr(module, kind)
         if self._table.by_name(name).experts and self._repack:
@@ -95,7 +113,7 @@ class InPlace:
         elif held.numel():  # rows beyond ours are vLLM's padding of the vocabulary
             held.data[: len(tensor)].copy_(tensor)
         else:
-            plain = tensor if self._as_is(held, tensor) else self._scratch(held, tensor).copy_(tensor)
+            plain = tensor if self._as_is(held, tensor) else self._room(held, tensor).copy_(tensor)
             setattr(module, kind, nn.Parameter(plain, requires_grad=False))
         if self._repack and kind == "weight" and tensor.ndim == 2 and name not in self._looked_up:
             _pack(module)
@@ -103,22 +121,73 @@ class InPlace:
     def _put_experts(self, module: Any, kind: str, tensor: Tensor) -> None:
         """One of the two stacked matrices of a layer; with the second the kernel packs both (and pads them first)."""
         plain = torch.empty(tensor.shape, dtype=getattr(module, kind).dtype).copy_(tensor)
-        setattr(module, kind, nn.Parameter(plain, requires_grad=False))
-        came = self._came.setdefault(id(module), set())
-        came.add(kind)
-        if len(came) == len(EXPERTS):
+        with self._lock:
+            came = self._came.setdefault(id(module), {})
+            came[kind] = plain
+            if len(came) < len(EXPERTS):
+                return
             del self._came[id(module)]
-            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+        for each, matrix in came.items():
+            setattr(module, each, nn.Parameter(matrix, requires_grad=False))
+        module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
     def _as_is(self, held: Tensor, tensor: Tensor) -> bool:
         """Whether a matrix can be packed from where it lies, as one in a planned buffer of the dtype can."""
         return self._repack and tensor.dtype == held.dtype and tensor.is_contiguous() and not tensor.requires_grad
 
-    def _scratch(self, held: Tensor, tensor: Tensor) -> Tensor:
-        """Memory for a plain matrix until it is packed, the same for each: fresh memory costs more than the copy."""
-        if self._plain.numel() < tensor.numel() or self._plain.dtype != held.dtype:
-            self._plain = torch.empty(tensor.numel(), dtype=held.dtype, device=held.device)
-        return self._plain[: tensor.numel()].view(tensor.shape)
+    def _room(self, held: Tensor, tensor: Tensor) -> Tensor:
+        """This thread's memory for a plain matrix until it is packed: fresh memory costs more than the copy."""
+        plain: Tensor | None = getattr(self._scratch, "plain", None)
+        if plain is None or plain.numel() < tensor.numel() or plain.dtype != held.dtype:
+            plain = self._scratch.plain = torch.empty(tensor.numel(), dtype=held.dtype, device=held.device)
+        return plain[: tensor.numel()].view(tensor.shape)
+
+
+class _Apart:
+    """Calls on as many threads as this one computes with, each computing alone; all have ended at the end of `with`.
+
+    At most two for each thread are waited for at once, so that a stream of tensors need not be in memory together. The
+    first error is raised.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads, self._begun = threads, deque[Future[None]]()
+
+    def __enter__(self) -> _Apart:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        wait(self._begun, WAIT_S)
+        while kind is None and self._begun:
+            self._begun.popleft().result(0)
+
+    def run(self, call: Any, *args: Any) -> None:
+        if self._threads == 1:
+            call(*args)
+            return
+        if len(self._begun) >= 2 * self._threads:
+            self._begun.popleft().result(WAIT_S)
+        self._begun.append(_workers(self._threads).submit(call, *args))
+
+
+@cache
+def _workers(threads: int) -> ThreadPoolExecutor:
+    """Threads with one thread of OpenMP's each."""
+
+    def alone() -> None:
+        torch.get_num_threads()  # torch gives a thread its number when it first asks
+        torch.set_num_threads(1)
+
+    pool = ThreadPoolExecutor(threads, "vllm-pack", initializer=alone)
+    here = threading.Barrier(threads + 1)
+    for _ in range(threads):
+        pool.submit(here.wait, WAIT_S)
+    here.wait(WAIT_S)
+    torch.set_num_threads(threads)  # other threads that begin later take the number that was set last
+    return pool
+
+
+os.register_at_fork(after_in_child=_workers.cache_clear)  # a child has the pool, but not its threads
 
 
 def _pack(module: Any) -> None:

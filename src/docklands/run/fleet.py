@@ -39,6 +39,7 @@ from docklands.models.adapters import with_lora
 from docklands.rewards import build_scorer
 from docklands.rollout import RolloutWorker
 from docklands.rollout.engines import build_engine
+from docklands.rollout.keeping import KeepingWorker
 from docklands.run.parts import Parts, build_carrier
 from docklands.sync.in_process import InProcessSync
 from docklands.train.engine import TrainEngine
@@ -157,7 +158,11 @@ def rollout_worker(parts: Parts) -> RolloutWorker | RemoteGenerator | Replicas:
         for _ in range(config.fleet.rollout_workers)
     ]
     env = build_env_factory(config.env)
-    return RolloutWorker(engines, parts.tokenizer, env, section, config.run.seed, parts.routes)
+    made = engines, parts.tokenizer, env, section, config.run.seed, parts.routes
+    if section.partial_kv == "keep":
+        sizes = {"longest_prompt": config.data.max_prompt_tokens, "vocabulary": shape.vocab_size}
+        return KeepingWorker(*made, **sizes)
+    return RolloutWorker(*made)
 
 
 def replicas(parts: Parts) -> Replicas:

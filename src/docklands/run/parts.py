@@ -88,7 +88,8 @@ def build_parts(config: Config, run_dir: RunDir) -> Parts:
     if "rollout" in algorithm.graph().roles:
         check_lengths(config.rollout, config.data.max_prompt_tokens, shape)
         check_engine(config, shape)
-    check_partial(config.rollout, config.dock.max_staleness)
+    alone = not config.has_workers and config.fleet.rollout_workers == 1 and config.env.name == "single_turn"
+    check_partial(config.rollout, config.dock.max_staleness, alone)
     check_router(config, shape)
     routes = routes_column(config, shape)
     workers = build_workers(config, path, where, run_dir, "rollout" in algorithm.graph().roles)
