@@ -21,7 +21,9 @@ from docklands.models import ModelConfig, build, hf_io, load
 from docklands.models.sharded import build_sharded, load_sharded
 from docklands.parallel import Layout, fsdp
 from docklands.parallel.mesh import Mesh
+from docklands.train import sharded_optim
 from docklands.train.sharded import ShardedEngine
+from docklands.train.sharded_optim import ShardedOptimizer
 from tests.distributed.cases import MODELS, OPTIM, TRAIN, alone, batches, difference, gradients_of
 from tests.distributed.pool import Pool
 from tests.expert_cases import file_tensors
@@ -116,6 +118,46 @@ def test_bfloat16_with_fp32_masters(name: str, layout: Layout, models: Path, poo
         for (loss, norm), reference in zip(losses, expected):
             assert loss == pytest.approx(reference["actor/loss"][0], abs=0.02)
             assert norm == pytest.approx(reference["actor/grad_norm"][0], rel=0.05)
+
+
+def summed(path: Path, layout: Layout, most: int) -> Any:
+    """Gradients of one micro-batch in bf16 after their sum over the ranks; `most`: ranks between which they are sent as
+    they are. -> by name, and how many elements went so."""
+    engine = engine_of(path, layout, dtype="bfloat16", tokens_per_microbatch=4096)
+    optimizer = engine.optimizer
+    assert isinstance(optimizer, ShardedOptimizer) and engine.mesh.data is not None
+    sent = 0
+
+    def exchange(names: Any, have: Any, group: Any) -> Any:
+        nonlocal sent
+        sent += sum(have[name].numel() for name in names)
+        return ShardedOptimizer._exchange(names, have, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_optim, "GATHERED", most)
+        patch.setattr(optimizer, "_exchange", exchange)
+        rows = np.arange(engine.mesh.data.rank, len(batches()[0]), layout.data)
+        engine.forward_backward(batches()[0].select(rows), ACTOR)
+        optimizer.reduce()
+    return {name: gradient.clone() for name, gradient in optimizer.gradients().items()}, sent
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("qwen3_tied", Layout(dp=2)), ("qwen3_tied", Layout(dp=3)), ("qwen3_moe", Layout(dp=2, ep=2))],
+    ids=str,
+)
+def test_short_gradients_travel_short_and_are_summed_in_full(
+    name: str, layout: Layout, models: Path, pool: Pool
+) -> None:
+    ranks = layout.world_size
+    short, ring = (pool.run(ranks, summed, models / name, layout, most) for most in (ranks, 1))
+    for (gradients, sent), (others, none) in zip(short, ring):
+        assert none == 0 and sent > 0.9 * sum(g.numel() for n, g in gradients.items() if "experts" not in n)
+        assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
+        rtol, atol = (0.0, 0.0) if ranks == 2 else (1e-5, 1e-7)  # a ring of three adds in another order
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, others[name], rtol=rtol, atol=atol)
 
 
 def frozen(path: Path, layout: Layout) -> Any:

@@ -18,6 +18,7 @@ from docklands.core.batch import Batch
 from docklands.core.protocols import DockClient, Outcome, Rows
 from docklands.core.stage import Learner, Result, Stage
 from docklands.errors import DocklandsError
+from docklands.obs.critical_path import ranges
 from docklands.obs.spans import span
 
 TIMING = {
@@ -73,7 +74,7 @@ class LocalRole:
         self._dock = dock
         self._beat = beat
         self._pending: list[Mapping[str, tuple[float, float]]] = []
-        self._waited = 0.0
+        self._waited = self._began = 0.0  # of the last lease: how long it was waited for, and when it came
 
     async def serve(self, stage: Stage, pump: Callable[[Stage, LocalRole], Awaitable[None]]) -> None:
         """Rows of a stage, until the dock is closed: one pump, or (ReplicaRole) one for each independent part."""
@@ -84,14 +85,16 @@ class LocalRole:
         """Hold the device."""
         began = time.perf_counter()
         async with self.device.lock:
-            self._waited = time.perf_counter() - began
+            self._began = time.perf_counter()
+            self._waited = self._began - began
             yield
 
     async def run(self, stage: Stage, rows: Rows) -> Outcome:
         """Fetch the columns that `stage` reads, compute, write back."""
         began = time.perf_counter()
         self._beat(stage.name)
-        with span(f"stage/{stage.name}", role=self.name, rows=len(rows), waited=round(self._waited, 6)):
+        about = {"rows": len(rows), "groups": ranges(rows.group_ids.tolist()), "waited": round(self._waited, 6)}
+        with span(f"stage/{stage.name}", role=self.name, **about):
             outcome = await self._stage(stage, rows)
         self._beat(stage.name)
         name = TIMING.get(stage.name, stage.name)
@@ -103,8 +106,10 @@ class LocalRole:
         """One optimizer update on `rows`."""
         began = time.perf_counter()
         self._beat(f"update/{learner.name}")
-        with span(f"update/{learner.name}", role=self.name, rows=len(rows)):
+        groups = ranges(rows.group_ids.tolist())
+        with span(f"update/{learner.name}", role=self.name, rows=len(rows), groups=groups) as attributes:
             metrics = await self._update(learner, rows)
+            attributes["after"] = round(self._began - began, 6)
         self._beat(f"update/{learner.name}")
         return {**metrics, f"timing_s/update_{learner.name}": (time.perf_counter() - began, 1.0)}
 
@@ -112,8 +117,9 @@ class LocalRole:
         """Any other work on the role's device, under its lease."""
         began = time.perf_counter()
         self._beat(name)
-        with span(name, role=self.name):
+        with span(name, role=self.name) as attributes:
             async with self.lease():
+                attributes["after"] = round(self._began - began, 6)
                 result = await self.device.call(function, *args)
         self._pending.append({f"timing_s/{TIMING.get(name, name)}": (time.perf_counter() - began, 1.0)})
         return result

@@ -22,6 +22,7 @@ from docklands.fleet.generation import Visit
 from docklands.fleet.local_backend import Device, LocalRole
 from docklands.fleet.replicas import Replica, Replicas
 from docklands.fleet.worker_role import merged
+from docklands.obs.critical_path import ranges
 from docklands.obs.spans import span
 
 log = logging.getLogger("docklands.fleet")
@@ -179,7 +180,9 @@ class ReplicaRole(LocalRole):
         replica.hand.update({rows.lease: rows for rows in fresh})
         began = time.perf_counter()
         self._beat(stage.name)
-        with span(f"stage/{stage.name}", role=self.name, rank=replica.number, rows=sum(map(len, fresh))):
+        hand = ranges(group for rows in replica.hand.values() for group in rows.group_ids.tolist())
+        about = {"rows": sum(map(len, fresh)), "groups": hand}
+        with span(f"stage/{stage.name}", role=self.name, rank=replica.number, **about):
             replica.visiting = True
             if replica.whole:  # what it took now would wait here while others have room
                 replica.room.clear()

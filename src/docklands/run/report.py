@@ -17,6 +17,8 @@ from typing import Any
 import yaml
 
 from docklands.errors import ConfigError
+from docklands.obs.critical_path import Places, critical_path
+from docklands.obs.drawing import plain_stages
 from docklands.obs.files import write_atomic
 from docklands.obs.rundir import RunDir
 from docklands.obs.spans import read_spans
@@ -45,6 +47,8 @@ def render(run: RunDir) -> str:
     metrics, evals = run.read_metrics(), run.read_evals()
     series = parts.series_of(metrics)
     config_text, env = run.read_config(), run.read_env()
+    spans, graph = read_spans(run.path), run.read_graph()
+    places = Places.of_config(parsed(config_text))
     files = dict(run.sample_files())
     steps = [(step, run.read_samples(step)[: parts.ROWS_SHOWN]) for step in parts.chosen_steps(list(files))]
     body = [
@@ -59,10 +63,11 @@ def render(run: RunDir) -> str:
         parts.step_samples(steps),
         "<h2>Where the time goes</h2>",
         parts.stage_seconds(metrics),
+        parts.step_path(critical_path(spans, plain_stages(graph), places)),
         '<div style="height:14px"></div>',
-        parts.step_timeline(read_spans(run.path)),
+        parts.step_timeline(spans),
         "<h2>Dataflow</h2>",
-        parts.graph_section(run.read_graph()),
+        parts.graph_section(graph),
         "<h2>Configuration and machine</h2>",
         fold("config.yaml", config_text) if config_text else parts.missing("No configuration: config.yaml is missing."),
         fold("env.json", json.dumps(env, indent=2, ensure_ascii=False))

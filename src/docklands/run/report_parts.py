@@ -7,6 +7,7 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
+from docklands.obs.critical_path import StepPath
 from docklands.obs.drawing import CURVES, plain_stages
 from docklands.obs.spans import assign_lanes
 from docklands.run.report_charts import (
@@ -268,6 +269,24 @@ def stage_seconds(metrics: Sequence[tuple[int, Mapping[str, float]]]) -> str:
     note = '<p class="note">Stages overlap in time, so bars are longer than steps.</p>' if overlap else ""
     bars = stacked_bars([step for step, _ in metrics], names, rows)
     return f'<div class="card">{bars}{legend(names, range(len(names)))}{note}</div>'
+
+
+def step_path(paths: Sequence[StepPath], most: int = 20) -> str:
+    """What the last steps took, against what they would take if nothing lay idle on the way."""
+    if not paths:
+        return ""
+    last = paths[-most:]
+    took, path = (fmean(getattr(each, name) for each in last) for name in ("seconds", "path_s"))
+    stages = dict.fromkeys(stage for each in last for stage in each.by_stage)
+    by_stage = {stage: fmean(each.by_stage.get(stage, 0.0) for each in last) for stage in stages}
+    ranked = sorted(by_stage, key=lambda name: -by_stage[name])
+    told = ", ".join(f"{escape(name)} {number(by_stage[name])} s" for name in ranked)
+    steps = f"The last {len(last)} steps took {number(took)} s each"
+    ratio = f", {took / path:.2f} times their critical path of {number(path)} s" if path > 0 else ""
+    still = {stage: fmean(each.idle.get(stage, 0.0) for each in last) for stage in stages}
+    most_idle = max(stages, key=lambda stage: still[stage], default="")
+    idle = f" It stood still most before {escape(most_idle)}: {number(still[most_idle])} s." if most_idle else ""
+    return f'<p class="note">{steps}{ratio} ({told}).{idle}</p>'
 
 
 def step_timeline(spans: Sequence[Row], most: int = 400) -> str:

@@ -1,6 +1,7 @@
 """The optimizer over the shards of one rank: what must be summed over which ranks, and a norm that counts once.
 
-Gradients are summed when the update comes, once for all micro-batches, in fp32 and in buckets:
+Gradients are summed when the update comes, once for all micro-batches, in fp32 and in buckets (those of one micro-batch
+in 16 bits travel so, between few ranks, and each of them sums in fp32):
     replicate   over ranks that hold the same parameters and saw other tokens
     tp, etp     whole parameters of which each tensor-parallel rank has a part of the gradient (norms, biases, routers;
                 of an adapter, the half that its base is not split along)
@@ -11,9 +12,11 @@ Gradients are summed when the update comes, once for all micro-batches, in fp32 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from docklands.config.schema import OptimSection
@@ -23,9 +26,12 @@ from docklands.models.sharded import ShardedModel
 from docklands.parallel import fsdp
 from docklands.parallel.collectives import all_reduce
 from docklands.parallel.mesh import Group
-from docklands.train.optim import Optimizer, squares_of
+from docklands.train.optim import Optimizer, pieces, scratch, squares_of
 
 BUCKET = 16_777_216  # elements: 64 MiB in fp32
+GATHERED = 3
+"""Ranks of a group whose 16-bit gradients go from each to each; from 4 on a ring of fp32 sums moves no more bytes."""
+Item = TypeVar("Item")
 
 
 class ShardedOptimizer(Optimizer):
@@ -85,13 +91,15 @@ class ShardedOptimizer(Optimizer):
         if self._reduced:
             return
         self._reduced = True
-        have = self.gradients()
-        grads = {
-            name: have[name].float() if name in have else torch.zeros_like(self.masters[name]) for name in self.trained
-        }
+        have, grads = self.gradients(), dict[str, Tensor]()
         mesh, slots = self.mesh, self.model.slots
-        self._sum([g for n, g in grads.items() if slots[n].is_expert], mesh.expert_replicate)
-        self._sum([g for n, g in grads.items() if not slots[n].is_expert], mesh.replicate)
+        for group, experts in ((mesh.expert_replicate, True), (mesh.replicate, False)):
+            mine = [name for name in self.trained if slots[name].is_expert is experts]
+            grads |= self._exchange(self._short(mine, have, group), have, group)
+            rest = [name for name in mine if name not in grads]
+            grads |= {n: have[n].float() if n in have else torch.zeros_like(self.masters[n]) for n in rest}
+            self._sum([grads[name] for name in rest], group)
+        grads = {name: grads[name] for name in self.trained}  # on every rank in one order
         self._sum([g for n, g in grads.items() if slots[n].partial and not slots[n].is_expert], mesh.tp)
         self._sum([g for n, g in grads.items() if slots[n].partial and slots[n].is_expert], mesh.etp)
         self._sum([grads[n][a:b] for n, rows in self._shared.items() for a, b, _ in rows], self.model.kv)
@@ -101,12 +109,53 @@ class ShardedOptimizer(Optimizer):
             parameter.grad = None
         self._sums = grads
 
+    def _short(self, names: Sequence[str], have: Mapping[str, Tensor], group: Group | None) -> list[str]:
+        """Of these gradients, those that go to the other ranks of the group as the backward pass made them, in 16 bits:
+        of few ranks, if all of them have it so (several micro-batches have been summed in fp32).
+        """
+        if group is None or group.size > GATHERED or not names:
+            return []
+        lengths = [have[name].element_size() if name in have else 4 for name in names]
+        widest = torch.tensor(lengths, dtype=torch.int32, device=self.model.device)
+        dist.all_reduce(widest, dist.ReduceOp.MAX, group=group.pg)
+        return [name for name, size in zip(names, widest.tolist()) if size == 2]
+
+    @staticmethod
+    def _exchange(names: Sequence[str], have: Mapping[str, Tensor], group: Group | None) -> dict[str, Tensor]:
+        """fp32 sums over the group, in the order of its ranks, of gradients that every rank gets from every other: the
+        bits of a sum of fp32 copies. Between two ranks half as many bytes travel, between three three quarters.
+        """
+        sums: dict[str, Tensor] = {}
+        for bucket in buckets(names, lambda name: have[name].numel()):
+            assert group is not None
+            flat = torch.cat([have[name].reshape(-1) for name in bucket])
+            every = [flat if rank == group.rank else torch.empty_like(flat) for rank in range(group.size)]
+            lines = [
+                dist.P2POp(way, flat if way is dist.isend else every[rank], group.ranks[rank], group=group.pg)
+                for rank in range(group.size)
+                for way in (dist.isend, dist.irecv)
+                if rank != group.rank
+            ]
+            for line in dist.batch_isend_irecv(lines):
+                line.wait()
+            wide, at = scratch(flat), 0
+            for name in bucket:
+                sums[name] = torch.empty(have[name].shape, device=flat.device)
+                total = sums[name].view(-1)
+                mine = [values[at : at + len(total)] for values in every]
+                for piece in pieces(len(total)):  # where the cache holds it; in one go it takes longer
+                    total[piece].copy_(mine[0][piece])
+                    for values in mine[1:]:
+                        total[piece].add_(wide[: piece.stop - piece.start].copy_(values[piece]))
+                at += len(total)
+        return sums
+
     @staticmethod
     def _sum(gradients: Iterable[Tensor], group: Group | None) -> None:
         """In place, over the group, in buckets."""
         if group is None:
             return
-        for bucket in buckets(gradients):
+        for bucket in buckets(gradients, Tensor.numel):
             flat = all_reduce(torch.cat([gradient.reshape(-1) for gradient in bucket]), group)
             at = 0
             for gradient in bucket:
@@ -148,15 +197,15 @@ def square(gradient: Tensor) -> Tensor:
     return torch.stack(found).double().sum().cpu() if found else torch.zeros((), dtype=torch.float64)
 
 
-def buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive tensors, at most BUCKET elements together (or one larger tensor)."""
-    held: list[Tensor] = []
+def buckets(items: Iterable[Item], elements: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Consecutive items, at most BUCKET elements together (or one larger item)."""
+    held: list[Item] = []
     size = 0
-    for gradient in gradients:
-        if held and size + gradient.numel() > BUCKET:
+    for item in items:
+        if held and size + elements(item) > BUCKET:
             yield held
             held, size = [], 0
-        held.append(gradient)
-        size += gradient.numel()
+        held.append(item)
+        size += elements(item)
     if held:
         yield held

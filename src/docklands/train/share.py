@@ -140,17 +140,25 @@ def rows_of_replicas(lengths: np.ndarray, groups: np.ndarray, replicas: int) -> 
     if replicas == 1:
         return [np.arange(len(lengths))]
     lengths = np.maximum(lengths.astype(np.int64), 1)
-    by_group = _balanced([np.flatnonzero(groups == g) for g in dict.fromkeys(groups.tolist())], lengths, replicas)
-    by_row = _balanced([np.array([row]) for row in range(len(lengths))], lengths, replicas)
-    heaviest = [max(int(lengths[rows].sum()) for rows in found) for found in (by_group, by_row)]
-    return by_group if heaviest[0] <= max(heaviest[1], 1.05 * int(lengths.sum()) / replicas) else by_row
+    _, first, group = np.unique(groups, return_index=True, return_inverse=True)
+    order = np.argsort(first)  # groups in the order in which they come
+    tokens = np.zeros(len(first), np.int64)
+    np.add.at(tokens, group, lengths)
+    owner = np.empty(len(first), np.int64)
+    owner[order], heaviest = balanced(tokens[order], replicas)
+    owner_of_row = owner[group]
+    if heaviest > 1.05 * int(lengths.sum()) / replicas:
+        by_row, least = balanced(lengths, replicas)
+        owner_of_row = owner_of_row if heaviest <= least else by_row
+    return [np.flatnonzero(owner_of_row == replica) for replica in range(replicas)]
 
 
-def _balanced(pieces: list[np.ndarray], lengths: np.ndarray, replicas: int) -> list[np.ndarray]:
+def balanced(weights: np.ndarray, replicas: int) -> tuple[np.ndarray, int]:
+    """The replica of each piece, int64, and the weight of the heaviest replica."""
     loads = [(0, replica) for replica in range(replicas)]
-    found: list[list[np.ndarray]] = [[] for _ in range(replicas)]
-    for piece in sorted(pieces, key=lambda rows: -int(lengths[rows].sum())):
-        load, replica = heapq.heappop(loads)
-        found[replica].append(piece)
-        heapq.heappush(loads, (load + int(lengths[piece].sum()), replica))
-    return [np.sort(np.concatenate([*rows, np.zeros(0, np.int64)])).astype(np.int64) for rows in found]
+    owner = np.empty(len(weights), np.int64)
+    for piece in np.argsort(-weights, kind="stable").tolist():
+        load, replica = loads[0]
+        owner[piece] = replica
+        heapq.heapreplace(loads, (load + int(weights[piece]), replica))
+    return owner, max(load for load, _ in loads)

@@ -1,0 +1,1 @@
+"""The sides of dispatch.py: each a process that takes turns with the other."""
