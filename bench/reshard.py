@@ -10,7 +10,7 @@ Sides take turns; a lap begins and ends with a barrier; figures are of the worst
 
 Part 2, simulated: bytes that the busiest device moves over the two kinds of links, and seconds at the stated speeds,
 counting neither latency nor contention: `minimal` (ours) against `allgather_swap` (peer). What making each plan took
-is printed beside it.
+is printed beside it, and the same for `broadcast`.
 
 The last lines are JSON: ratio > 1 means that we are better; `spread` is the middle half of the ratios of single rounds.
 """
@@ -301,15 +301,17 @@ def simulate(options: argparse.Namespace) -> list[dict[str, Any]]:
     lines = []
     for case, (name, source, target) in SIMULATED.items():
         found = {}
-        for method in METHODS:
+        for method in (*METHODS, "broadcast"):  # the last to generators on devices of their own
             peak_memory(reset=True)
             began = time.perf_counter()
-            plan = plan_reshard(catalog.get(name), Layout(**source), Layout(**target), Options(method))  # type: ignore[arg-type]
+            how = Options(method, apart=method == "broadcast")  # type: ignore[arg-type]
+            plan = plan_reshard(catalog.get(name), Layout(**source), Layout(**target), how)
             made = f"planned in {time.perf_counter() - began:.1f} s, process at most {peak_memory() / 1e6:.0f} MB"
             within, between, seconds = busiest(plan, options.node_gbs, options.between_gbs)
             found[method] = (plan.links().total / 1e9, within + between, seconds)
             print(
-                f"{case} {method}: {found[method][0]:.1f} GB in all; busiest device {within:.2f} GB within its node, "
+                f"{case} {method}: {found[method][0]:.1f} GB in all, one receives at most "
+                f"{plan.traffic()[1].max() / 1e9:.1f}; busiest device {within:.2f} GB within its node, "
                 f"{between:.2f} GB between nodes: {seconds:.3f} s; {made}"
             )
         ours, peer = found["minimal"], found["allgather_swap"]

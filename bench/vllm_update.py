@@ -7,7 +7,8 @@ Ours takes the trainer's named parameters (fp32: cast on the way), or those in v
 them. vLLM (`reload_weights` by collective_rpc, its own way) reloads a safetensors directory in its dtype,
 
     warm     already written, and in the page cache
-    cold     already written and on the disk alone: its pages are dropped before (posix_fadvise), outside of the time
+    cold     already written and on the disk alone: its pages are dropped before (posix_fadvise), outside of the time.
+             Where the pages are is asked of the kernel (mincore) before each reload; it ends where they are not
     written  written and synced to the disk in the time, then reloaded from the disk: what a run has to do that hands
              its weights over this way, every step. The trainer's export is ours (models.export)
 
@@ -23,7 +24,9 @@ ends. Rounds are interleaved, figures are medians, the spread is the middle half
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import mmap
 import os
 import statistics
 import subprocess
@@ -65,6 +68,32 @@ def to_disk(folder: Path) -> None:
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
+
+
+def in_memory(folder: Path) -> float:
+    """Share of a directory's pages that are in the page cache."""
+    ask = ctypes.CDLL(None, use_errno=True).mincore
+    ask.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    there, all_ = 0, 0
+    for path in folder.iterdir():
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE) as mapped:
+            pages = ctypes.create_string_buffer(-(-len(mapped) // mmap.PAGESIZE))
+            first = ctypes.c_char.from_buffer(mapped)  # it asks for a writable map
+            if ask(ctypes.addressof(first), len(mapped), pages):
+                raise OSError(ctypes.get_errno(), "mincore")
+            del first
+            there, all_ = there + sum(byte & 1 for byte in pages.raw), all_ + len(pages)
+    return there / all_
+
+
+def expect(folder: Path, inside: bool) -> None:
+    """SystemExit unless a directory is in the page cache (which it is brought to here), or, not inside, out of it."""
+    for path in folder.iterdir() if inside else ():
+        path.read_bytes()
+    found = in_memory(folder)
+    if (found < 0.99) if inside else (found > 0.01):
+        wanted = "it should be there" if inside else "none of it should be: on tmpfs? (TMPDIR)"
+        raise SystemExit(f"{found:.1%} of {folder} is in the page cache, {wanted}")
 
 
 def own_reload(path: Path, dtype: str) -> Callable[[Path], None]:
@@ -111,8 +140,10 @@ def measure(name: str, rounds: int) -> None:
             planned = [(n, p.detach().to(getattr(torch, dtype))) for n, p in trainers[i].named_parameters()]
             row = {"planned": timed(lambda i=i, planned=planned: engine.load_weights(planned, i))}
             row["ours"] = timed(lambda i=i: engine.load_weights(trainers[i].named_parameters(), i))
+            expect(paths[i], inside=True)
             row["warm"] = timed(lambda i=i: reload(paths[i]))
             row["write"] = timed(lambda i=i: (write(i), to_disk(paths[i])))
+            expect(paths[i], inside=False)
             row["cold"] = timed(lambda i=i: reload(paths[i]))
             rows.append(row)
     check(engine, trainers[i], 1e-4 if dtype == "float32" else 0.1)

@@ -96,6 +96,28 @@ def test_logprobs_are_the_trainers_before_and_after_an_update(kind: str, shape: 
     assert distance(new(shape), requests, generations) > 1e-2
 
 
+@pytest.mark.parametrize("shape", ["untied", "tied"])
+def test_an_update_by_several_threads(kind: str, shape: str) -> None:
+    """The trainer's log-probs, also after an error in the middle; and each thread counts its threads as before."""
+    found, requests = made(kind, shape), cases.groups(2, 3, Sampling(12))
+    before, model = torch.get_num_threads(), new(shape)
+    torch.set_num_threads(3)
+    try:
+        found.load_weights(model.named_parameters(), 5)
+        seen: list[int] = [torch.get_num_threads()]
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join(30)
+        assert seen == [3, 3] and distance(model, requests, found.generate(requests)) < 1e-4
+        wrong = {**dict(old(shape).named_parameters()), "layers.1.o.weight": torch.zeros(1, 1)}
+        with pytest.raises(ShapeMismatch, match="layers.1.o.weight"):
+            found.load_weights(wrong.items(), 6)
+        found.load_weights(old(shape).named_parameters(), 6)
+        assert distance(old(shape), requests, found.generate(requests)) < 1e-4
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_truncation_and_greed(engine: Any) -> None:
     """Every token is among the top k, in the nucleus, or the best."""
     for way in (Sampling(10, top_k=3), Sampling(10, top_p=0.5), Sampling(10, temperature=0.0)):

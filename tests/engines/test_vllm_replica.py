@@ -49,7 +49,7 @@ if find_spec("vllm"):
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_experts_after_updates(dtype: torch.dtype) -> None:
-        """Also where the kernel pads each expert's width; bfloat16 has another kernel."""
+        """Also where the kernel pads each expert's width; bfloat16 has another kernel. By one thread and by several."""
         from docklands.config.schema import RolloutSection
         from docklands.core.protocols import Sampling
         from docklands.rollout.vllm_engine import VllmEngine
@@ -57,9 +57,12 @@ if find_spec("vllm"):
         config = replace(MOE, vocab_size=64)
         engine = VllmEngine(config, RolloutSection(max_batch=8, max_response_tokens=16), dtype=dtype, longest=128)
         kept.append(engine)  # vLLM's groups end with an engine, those of the other engines too
+        threads = torch.get_num_threads()
         for version, seed in enumerate((1, 2, 1)):
             model = cases.model(config, seed=seed)
+            torch.set_num_threads(1 if version == 1 else 3)
             engine.load_weights(model.named_parameters(), version)
+            torch.set_num_threads(threads)
             requests = cases.groups(2, 2, Sampling(8))
             for request, found in zip(requests, engine.generate(requests)):
                 want = cases.full_logprobs(model, request, list(found.token_ids))
