@@ -15,6 +15,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from docklands.kernels.compiled_loops import EXP2, LOG2_E
@@ -194,9 +195,10 @@ def _numbers(half: bool) -> Any:
 
 
 def _turn(half: bool) -> Any:
-    def turn(context: Any, y: Any, bias: Any, cos: Any, sin: Any, out: Any, count: Any) -> Any:
+    def turn(context: Any, places: Any, angles: Any) -> Any:
         def emit(target: Any, builder: Any, signature: Any, args: Any) -> Any:
-            code, (y, bias, cos, sin, out, count) = _Code(builder, half), args
+            code, (places, angles) = _Code(builder, half), (cgutils.unpack_tuple(builder, x) for x in args)
+            (y, bias, out), (cos, sin, count) = places, angles
 
             def body(at: Any, states: list[Any]) -> list[Any]:
                 upper = builder.add(at, count)
@@ -210,7 +212,7 @@ def _turn(half: bool) -> Any:
             code.over(count, [], body)
             return target.get_dummy_value()
 
-        return types.void(*[types.int64] * 6), emit
+        return types.void(*[types.UniTuple(types.int64, 3)] * 2), emit
 
     return intrinsic(turn)
 
@@ -250,7 +252,7 @@ def _numbers_of(half: bool) -> Any:
 
 def _turn_of(half: bool) -> Any:
     inner = _KINDS["turn"][half]
-    return _named(lambda y, bias, cos, sin, out, count: inner(y, bias, cos, sin, out, count), f"turn_{half}")
+    return _named(lambda places, angles: inner(places, angles), f"turn_{half}")
 
 
 def _plus_of(half: bool) -> Any:
@@ -286,7 +288,7 @@ def _turn_at(like: Any, y: Any, bias: Any, turn: Any, out: Any) -> Any:
     run = _READY[like.dtype == types.uint16][1]
 
     def turned(like: Any, y: Any, bias: Any, turn: Any, out: Any) -> None:
-        run(y, bias, turn[0], turn[1], out, turn[2])
+        run((y, bias, out), turn)
 
     return turned
 
