@@ -381,3 +381,24 @@ def test_what_a_slow_reader_made_of_lost_rows_never_comes_beside_the_new_ones(tm
     with launcher(PLAIN, options(1, lease_s=60.0), tmp_path, durability="none") as made:
         tokens, logprobs = run(main(made))
     assert [row[0] for row in tokens] == [row[0] for row in logprobs] and tokens[0][0] >= 1000
+
+
+def test_another_client_writes_what_it_made_of_rows_that_were_made_anew(tmp_path: Path) -> None:
+    """As in a fleet: the driver takes and finishes, a worker's client fetches and puts."""
+
+    async def main(made: Launcher):
+        async with client(made) as dock, client(made, "worker") as worker:
+            await dock.admit(group(0))
+            await dock.take(ROLLOUT)
+            made.kill("warehouse 0")
+            again = await dock.take(ROLLOUT)
+            assert again.lives is not None and (again.lives > 0).all()
+            half = again.select(np.arange(len(again)))
+            await worker.fetch(half, ROLLOUT.reads)
+            await worker.put(written(ROLLOUT, half.row_ids))
+            assert worker.ignored_puts == 0
+            await dock.finish(again, Outcome())
+            return len(await dock.take(REF))
+
+    with launcher(PLAIN, options(1, lease_s=60.0), tmp_path, durability="none") as made:
+        assert run(main(made)) == GROUP

@@ -97,4 +97,4 @@ def test_what_does_not_fit_is_refused(cluster: None, tmp_path: Path, monkeypatch
         made(Layout(), tmp_path / "log", resource="TPU").call("", "stacks")
     assert "it has CPU, NPU" in caught.value.hint
     assert taking("GPU") == {"num_cpus": 0, "num_gpus": 1}
-    assert join("", 4) == ""  # this process belongs to a Ray already
+    assert join("", 4) == ("", [])  # this process belongs to a Ray already

@@ -318,7 +318,7 @@ def test_a_block_that_is_another_groups_by_now_is_handed_out_in_its_new_turn():
 
 def test_rows_that_had_left_are_waited_for_by_nobody_after_a_loss():
     """The reward dropped row 0, which ref could still have read; then all is lost, and nobody admits row 0 again."""
-    talk = admitted(0)
+    talk = admitted(0, max_staleness=1)
     control = talk.desk.control
 
     def take(stage: str) -> Rows:
@@ -338,7 +338,9 @@ def test_rows_that_had_left_are_waited_for_by_nobody_after_a_loss():
     talk.turn()
     none = np.zeros(0, np.int64)
     have = {name: np.zeros(0, bool) for name in control.flow.fields}
-    lost, vain = align(control, 0, (none, have, none), rebuilt=False)
+    talk.say(A, c.Admit([1]), rows_of(1))  # announced here, and on its way to the warehouse
+    assert (control.roster.find(rows_of(1)) >= 0).all()
+    lost, vain = align(control, 0, (none, have, none), rebuilt=False, same=True)
     assert control.roster.row_id[lost].tolist() == [1, 2, 3] and not len(vain)
     control.notice(
         Notice(stage, rows_of(0)[1:], (name,), np.full(3, 3))

@@ -11,6 +11,7 @@ from tests import rollout_cases as cases
 
 from docklands.config.schema import RolloutSection
 from docklands.core.protocols import Sampling
+from docklands.errors import NonFinite
 from docklands.kernels import compiled_step
 from docklands.kernels.compiled_step import TiledLinear
 from docklands.rollout import NativeEngine
@@ -150,11 +151,15 @@ def test_models_and_pages_that_do_not_fit_take_the_other_path() -> None:
         assert np.allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
-def test_compiled_draws_agree_with_torch(monkeypatch) -> None:
-    """The same uniform numbers give the same tokens; those on an edge between two tokens may differ."""
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [50, 1000, 1024])
+def test_compiled_draws_agree_with_torch(dtype, vocabulary, monkeypatch) -> None:
+    """The same uniform numbers give the same tokens; those on an edge between two tokens may differ. Some may not be
+    drawn at all; a NaN anywhere is an error, in the last numbers of a row too."""
     torch.manual_seed(0)
-    rows, vocabulary = 400, 1000
-    logits = torch.randn(rows, vocabulary) * 3
+    rows = 400
+    logits = (torch.randn(rows, vocabulary) * 3).to(dtype)
+    logits[::3, -2] = -torch.inf
     temperature = np.where(np.arange(rows) % 5 == 0, 0.0, 0.7)
     draws = uniforms(np.arange(rows, dtype=np.uint64), np.zeros(rows, np.int64))
     choice = Choice(temperature, np.zeros(rows, np.int64), np.ones(rows), draws)
@@ -164,3 +169,9 @@ def test_compiled_draws_agree_with_torch(monkeypatch) -> None:
     same = tokens == other
     assert same.sum() >= rows - 2 and same[::5].all()
     assert np.abs(logprobs - expected)[same].max() < 3e-6
+    monkeypatch.undo()
+    for bad, column in ((torch.nan, vocabulary - 1), (torch.nan, 3), (torch.inf, 7)):
+        broken = logits.clone()
+        broken[5, column] = bad
+        with pytest.raises(NonFinite, match="of 1 of 400"):
+            Sampler()(broken, choice)

@@ -33,6 +33,7 @@ class Rows:
     lengths             int64 [B]: tokens of TOKEN_IDS, 0 before rollout
     places              warehouse of each row, int32 [B]
     lease               id that acknowledges or returns them; 0: not leased
+    lives               int64 [B], how often each row has been lost and made anew; None: none of them
     """
 
     row_ids: np.ndarray
@@ -41,15 +42,16 @@ class Rows:
     places: np.ndarray
     stage: str = ""
     lease: int = 0
+    lives: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.row_ids)
 
     def select(self, index: np.ndarray) -> Rows:
         """Rows by position; they stay under the same lease."""
-        return Rows(
-            self.row_ids[index], self.group_ids[index], self.lengths[index], self.places[index], self.stage, self.lease
-        )
+        lives = None if self.lives is None else self.lives[index]
+        facts = (array[index] for array in (self.row_ids, self.group_ids, self.lengths, self.places))
+        return Rows(*facts, self.stage, self.lease, lives)
 
     def split(self, row_ids: Sequence[int]) -> tuple[Rows, Rows]:
         """(those that are not among `row_ids`, those that are); both stay under the same lease."""

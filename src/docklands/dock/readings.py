@@ -59,6 +59,7 @@ class Readings(Admissions):
         for field in fields:
             self.flow.check_field(field)
         self._remember(rows.row_ids, rows.places)
+        self.control.note_lives(rows)
         try:
             return await call(rows.row_ids, rows.places, tuple(fields), rows.stage)
         except (UnknownField, RowGone) as error:

@@ -25,6 +25,9 @@ from docklands.dock.wire.lines import connect
 from docklands.dock.wire.net import DOWN, REFUSED, UP, Context, Keys, Peer
 from docklands.errors import ControlLost, DockClosed, DockError, DocklandsError, TakeTimeout, WireError
 
+LIVES = 4096
+"""Leases of which a client knows the lives of rows, at most."""
+
 Answer = tuple[Any, list[memoryview]]
 
 
@@ -125,9 +128,16 @@ class ControlClient:
                 self._unwanted(call.future.result()[0])
             raise
         rows = c.rows_from(reply, frames)
-        if any(reply.lives):
-            self.lives[reply.stage, reply.lease] = dict(zip(rows.row_ids.tolist(), reply.lives))
+        self.note_lives(rows)
         return rows, reply.homes
+
+    def note_lives(self, rows: Rows) -> None:
+        """Rows that this client, or another one, has taken: what is made of them says of which life they were."""
+        if rows.lives is not None and rows.lease:
+            known = self.lives.setdefault((rows.stage, rows.lease), {})
+            known |= zip(rows.row_ids.tolist(), rows.lives.tolist())
+            while len(self.lives) > LIVES:  # of leases that ended elsewhere
+                del self.lives[next(iter(self.lives))]
 
     def _unwanted(self, message: Any) -> None:
         """Rows that nobody waits for any more are free for another reader at once."""

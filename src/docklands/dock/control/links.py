@@ -107,7 +107,7 @@ class Links:
             return None
         log.warning("dock: the rows of warehouse %d are served at %s from now on", place, peer.endpoint)
         old = link.line
-        link.line, link.ups, link.held = connect(self._context, peer, self._keys), 0, []
+        link.line, link.ups, link.held, link.told = connect(self._context, peer, self._keys), 0, [], 0
         return old, link.line
 
     def addresses(self) -> list[Any]:
@@ -170,7 +170,8 @@ class Links:
             raise WireError("malformed message: an inventory of the wrong size")
         table = int64s(frames[0], 7 * rows).reshape(7, rows)
         have = {n: np.frombuffer(f, np.uint8).astype(bool) for n, f in zip(message.columns, frames[1:])}
-        lost, vain = align(self.desk.control, place, (table[0], have, table[5]), link.rebuilt)
+        same = not link.rebuilt and 0 < link.told == link.pid
+        lost, vain = align(self.desk.control, place, (table[0], have, table[5]), link.rebuilt, same)
         link.rebuilt = False
         self._note_lives(table[0], table[6], lost)
         for stage, lease in message.ended:

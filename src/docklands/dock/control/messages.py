@@ -261,7 +261,10 @@ def rows_from(message: Taken, frames: list[Any]) -> Rows:
     table, _ = unpack_ints(frames[0] if frames else b"", 4)
     if len(table[0]) != message.rows:
         raise WireError("malformed message: a take without its rows")
-    return Rows(table[0], table[1], table[2], table[3].astype(np.int32), message.stage, message.lease)
+    lives = np.array(message.lives, np.int64) if any(message.lives) else None
+    if lives is not None and len(lives) != message.rows:
+        raise WireError("malformed message: a take without the lives of its rows")
+    return Rows(table[0], table[1], table[2], table[3].astype(np.int32), message.stage, message.lease, lives)
 
 
 # --- the graph without its functions -------------------------------------------------------------------------------

@@ -160,9 +160,13 @@ Holdings = tuple[np.ndarray, Mapping[str, np.ndarray], np.ndarray]
 """Row ids [B], per column whether each row has it [B], tokens [B] (-1: none yet)."""
 
 
-def align(control: Control, place: int, holdings: Holdings, rebuilt: bool) -> tuple[np.ndarray, np.ndarray]:
+def align(
+    control: Control, place: int, holdings: Holdings, rebuilt: bool, same: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """A warehouse says what it holds; `rebuilt`: the first time since this process has started.
 
+    same  it is the process that has told before: rows of which it has told nothing yet are on their way to it. (They
+          are announced here first.)
     Returns the slots of rows that have lost everything (their prompts must come again, under the same ids), and the ids
     of rows that it holds in vain: they are to be freed.
     """
@@ -178,6 +182,8 @@ def align(control: Control, place: int, holdings: Holdings, rebuilt: bool) -> tu
     mine = mine[roster.place[mine // roster.size] == place]
     control.addresses.forget(mine)
     lost = mine[~np.isin(mine, slots[born])]
+    if same:
+        lost = lost[np.any([controller.heard(lost) for controller in control.controllers.values()], 0)]
     left = lost[~control.ledger.alive(lost)]
     control.hide(left, control.flow.stages)
     for controller in control.controllers.values():

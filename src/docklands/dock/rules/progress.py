@@ -110,6 +110,10 @@ class Progress:
                 self._state[slots[~lacks & (state == FREE)]] = DONE
         self._recount(slots)
 
+    def heard(self, slots: np.ndarray) -> np.ndarray:
+        """Whether a warehouse has told of any column of each row, bool [B]."""
+        return self._missing[slots] != self._all
+
     def wipe(self, slots: np.ndarray) -> None:
         """Rows have lost everything and begin anew; those that have left stay hidden. No lease holds them any more."""
         state = self._state[slots]
