@@ -49,9 +49,14 @@ class Rows:
 
     def select(self, index: np.ndarray) -> Rows:
         """Rows by position; they stay under the same lease."""
+        ids, groups, lengths, places = (
+            self.row_ids[index],
+            self.group_ids[index],
+            self.lengths[index],
+            self.places[index],
+        )
         lives = None if self.lives is None else self.lives[index]
-        facts = (array[index] for array in (self.row_ids, self.group_ids, self.lengths, self.places))
-        return Rows(*facts, self.stage, self.lease, lives)
+        return Rows(ids, groups, lengths, places, self.stage, self.lease, lives)
 
     def split(self, row_ids: Sequence[int]) -> tuple[Rows, Rows]:
         """(those that are not among `row_ids`, those that are); both stay under the same lease."""
