@@ -14,7 +14,6 @@ import numpy as np
 import psutil
 import pytest
 
-from docklands.core.fields import REF_LOGPROBS, TOKEN_IDS
 from docklands.core.protocols import Outcome
 from docklands.dock.launch import Launcher, Program
 from docklands.dock.warehouse import messages as m
@@ -356,49 +355,3 @@ def test_a_half_that_is_said_twice_does_not_take_the_other_with_it(two: Launcher
             return await stats_at_rest(dock)
 
     assert run(main())["dock/in_flight"] == 0
-
-
-def test_what_a_slow_reader_made_of_lost_rows_never_comes_beside_the_new_ones(tmp_path: Path) -> None:
-    async def main(made: Launcher):
-        async with client(made) as dock, client(made, "slow") as slow:
-            await dock.admit(group(0))
-            rows = await dock.take(ROLLOUT)
-            await dock.complete(rows, written(ROLLOUT, rows.row_ids))
-            old = await slow.take(REF)
-            made.kill("warehouse 0")
-            again = await dock.take(ROLLOUT)
-            await slow.complete(old, written(REF, old.row_ids))
-            assert slow.ignored_puts == GROUP
-            await dock.complete(again, written(ROLLOUT, again.row_ids, salt=1000))
-            anew = await slow.take(REF)
-            await slow.complete(anew, written(REF, anew.row_ids, salt=1000))
-            for of in (REWARD_STAGE, ADVANTAGE_STAGE):
-                rows = await dock.take(of)
-                await dock.complete(rows, written(of, rows.row_ids, salt=1000))
-            got = await dock.fetch(await dock.take(UPDATE), (TOKEN_IDS, REF_LOGPROBS))
-            return values_of(got, TOKEN_IDS), values_of(got, REF_LOGPROBS)
-
-    with launcher(PLAIN, options(1, lease_s=60.0), tmp_path, durability="none") as made:
-        tokens, logprobs = run(main(made))
-    assert [row[0] for row in tokens] == [row[0] for row in logprobs] and tokens[0][0] >= 1000
-
-
-def test_another_client_writes_what_it_made_of_rows_that_were_made_anew(tmp_path: Path) -> None:
-    """As in a fleet: the driver takes and finishes, a worker's client fetches and puts."""
-
-    async def main(made: Launcher):
-        async with client(made) as dock, client(made, "worker") as worker:
-            await dock.admit(group(0))
-            await dock.take(ROLLOUT)
-            made.kill("warehouse 0")
-            again = await dock.take(ROLLOUT)
-            assert again.lives is not None and (again.lives > 0).all()
-            half = again.select(np.arange(len(again)))
-            await worker.fetch(half, ROLLOUT.reads)
-            await worker.put(written(ROLLOUT, half.row_ids))
-            assert worker.ignored_puts == 0
-            await dock.finish(again, Outcome())
-            return len(await dock.take(REF))
-
-    with launcher(PLAIN, options(1, lease_s=60.0), tmp_path, durability="none") as made:
-        assert run(main(made)) == GROUP

@@ -1,13 +1,14 @@
-"""The lock for compiling: held at the first call only, waited for, and given up after a while."""
+"""The lock for compiling: held at the first call only, waited for, and given up after a while. Where code is kept."""
 
 from __future__ import annotations
 
 import fcntl
 import threading
+from pathlib import Path
 
 import pytest
 
-from docklands.kernels import first_call
+from docklands.kernels import compiled_cache, first_call
 
 
 def locked(path) -> bool:
@@ -50,3 +51,19 @@ def test_another_process_is_waited_for_but_not_for_ever(path, monkeypatch) -> No
         monkeypatch.setattr(first_call, "WAIT_S", 0.1)
         with first_call.alone_at_first("b"):
             pass
+
+
+def test_compiled_code_is_kept_for_this_very_code(tmp_path, monkeypatch) -> None:
+    """A change in any of the files that are compiled: another folder. One that cannot be written: none."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(compiled_cache, "__file__", str(tmp_path / "compiled_cache.py"))
+    found = []
+    for text in ("a = 1", "a = 2", "a = 1"):
+        (tmp_path / "compiled_called.py").write_text(text)
+        compiled_cache.folder.cache_clear()
+        found.append(compiled_cache.folder())
+    assert found[0] == found[2] != found[1] and all(Path(place).parent == tmp_path / "kept" for place in found)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "compiled_called.py"))
+    compiled_cache.folder.cache_clear()
+    assert compiled_cache.folder() == ""
+    compiled_cache.folder.cache_clear()

@@ -123,6 +123,28 @@ def test_a_sample_that_keeps_its_cache_is_the_uninterrupted_one_and_is_computed_
     assert sum(prefilled[:1] + prefilled[2:]) <= again, "what was sampled is never computed again"
 
 
+def test_what_ends_in_a_visit_that_did_not_ask_for_it_is_kept_until_it_is_asked_for() -> None:
+    """A lease may have some of the rows under way; the engine decodes them all."""
+    batch = rows(6, 2)
+    whole, _ = visits(worker(), batch)
+    found, parts = keeper(partial_tokens=5), {}
+
+    def ask(row_ids: np.ndarray) -> float:
+        result = found.rollout(batch.by_id(row_ids))
+        assert result.batch is not None and set(result.batch.row_ids.tolist()) <= set(row_ids.tolist())
+        parts.update({row: result.batch.by_id([row])[TOKEN_IDS][0] for row in result.batch.row_ids.tolist()})
+        return result.metrics["rollout/prefill_tokens"][0]
+
+    ask(batch.row_ids)
+    first, second = batch.row_ids[:6], batch.row_ids[6:]
+    while any(row not in parts for row in first.tolist()):
+        assert not ask(np.array([row for row in first.tolist() if row not in parts]))
+    assert not any(row in parts for row in second.tolist()) or len(parts) < len(batch)
+    while any(row not in parts for row in second.tolist()):
+        assert not ask(np.array([row for row in second.tolist() if row not in parts]))
+    assert all(torch.equal(parts[row], whole[row][TOKEN_IDS.name]) for row in whole)
+
+
 def test_a_sample_that_keeps_its_cache_goes_on_under_new_weights_beside_new_ones() -> None:
     batch = rows(3, 2)
     first, second = batch.select(np.arange(4)), batch.select(np.arange(4, 6))

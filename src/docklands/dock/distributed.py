@@ -111,9 +111,10 @@ class DistributedDock(Readings):
                 while len(asked) <= ahead:
                     asked.append(asyncio.ensure_future(self.take(stage, **want)))
                 try:
-                    rows = await asked.popleft()
+                    rows = await asked[0]  # it stays in the list until it is here: see below
                 except DockClosed:
                     return
+                asked.popleft()
                 yield rows
         finally:
             for task in asked:

@@ -264,4 +264,7 @@ def together(pieces: Sequence[Rows], stage: Stage) -> Rows:
         none = np.zeros(0, np.int64)
         return Rows(none, none, none, np.zeros(0, np.int32), stage.name)
     first, columns = pieces[0], ("row_ids", "group_ids", "lengths", "places")
-    return replace(first, **{name: np.concatenate([getattr(rows, name) for rows in pieces]) for name in columns})
+    joined = {name: np.concatenate([getattr(rows, name) for rows in pieces]) for name in columns}
+    lives = [np.zeros(len(rows), np.int64) if rows.lives is None else rows.lives for rows in pieces]
+    anew = any(rows.lives is not None for rows in pieces)
+    return replace(first, **joined, lives=np.concatenate(lives) if anew else None)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from docklands.kernels.compiled_cache import njit
 from docklands.kernels.compiled_loops import FAST
 from docklands.kernels.compiled_tiles import address
 from docklands.kernels.compiled_vectors import exponentials_at, numbers_at
@@ -56,7 +56,7 @@ def draw(logits_RV: Any, how: Any, out: Any, first: Any, last: Any) -> None:
             end = numbers_at(row, address(row[whole:]), address(z[whole:]), CHUNK)
             z[vocabulary:] = -np.inf
             end = np.nan if np.isnan(end) else z[whole:vocabulary].max()
-            most = end if np.isnan(end) or end > most else most
+            most = np.float32(end if np.isnan(end) or end > most else most)
         scale = np.float32(temperature_R[r])
         if scale > 0 and scale != 1:
             for i in range(z.size):

@@ -14,9 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
+from docklands.kernels.compiled_cache import njit
 from docklands.kernels.compiled_loops import FAST, load, store
 from docklands.kernels.compiled_rows import sigmoids
 from docklands.kernels.compiled_team import meet, next_task

@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
+
+from docklands.kernels.compiled_cache import njit
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 LOG2_E = np.float32(1.4426950408889634)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from docklands.kernels.compiled_cache import njit
 from docklands.kernels.compiled_loops import EXP2, FAST, LOG2_E, load, store
 
 BLOCK = 1024

@@ -12,8 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from docklands.kernels.compiled_cache import njit
 
 STATE = 24
 """int64 numbers of a team's shared memory, zero at first: arrivals, generation, tasks taken; each on its own line."""

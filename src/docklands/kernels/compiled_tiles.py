@@ -19,9 +19,11 @@ from typing import Any
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
+
+from docklands.kernels.compiled_cache import njit
 
 LANES = 16
 """fp32 numbers of a vector register."""

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from docklands.kernels.compiled_cache import njit
 from docklands.kernels.compiled_loops import EXP2, LOG2_E
 from docklands.kernels.compiled_tiles import LANES
 

@@ -36,7 +36,7 @@ class Places:
     """What the configuration knows of a run.
 
     prompts    groups that enter for a step
-    staleness  dock.max_staleness
+    staleness  dock.max_staleness less dock.overtake: steps that a group enters ahead of its own
     on_device  roles whose work shares the trainers' device
     apart      generators are on devices of their own, one for each rank of their spans
     """
@@ -51,10 +51,12 @@ class Places:
         """Out of config.yaml, read; what is missing there has its default."""
         sections = {name: config.get(name) for name in ("rollout", "dock", "fleet")}
         given = {name: section if isinstance(section, dict) else {} for name, section in sections.items()}
-        prompts, staleness = given["rollout"].get("prompts_per_step"), given["dock"].get("max_staleness")
+        prompts = given["rollout"].get("prompts_per_step")
+        most, overtake = (given["dock"].get(key) for key in ("max_staleness", "overtake"))
+        ahead = (most if isinstance(most, int) else 0) - (overtake if isinstance(overtake, int) else 0)
         return Places(
             max(1, prompts) if isinstance(prompts, int) else 1,
-            max(0, staleness) if isinstance(staleness, int) else 0,
+            max(0, ahead),
             apart=given["fleet"].get("placement") == "disaggregated",
         )
 

@@ -21,6 +21,7 @@ from docklands.core.protocols import Request, Sampling
 from docklands.core.stage import Result
 from docklands.rollout.episode import RolloutWorker
 from docklands.rollout.live import LiveRollout
+from docklands.rollout.partial import REMEMBERED
 from docklands.rollout.queue import LiveQueue, largest
 from docklands.rollout.visits import Visits
 
@@ -53,6 +54,7 @@ class KeepingWorker(RolloutWorker):
         self._engine, section = engine, self._section
         sizing = largest(section.max_batch, longest_prompt, self.sampling, vocabulary)
         self._live = LiveRollout(self, StepQueue(sizing, section.partial_tokens))
+        self._ended: dict[int, Batch] = {}  # what ended in a visit that was not asked for these rows
 
     def rollout(self, batch: Batch, sampling: Sampling | None = None, visit: int = 0) -> Result:
         """See RolloutWorker. An evaluation sets aside what is under way."""
@@ -65,16 +67,26 @@ class KeepingWorker(RolloutWorker):
         if self._stopped.is_set():
             return Result(later=batch.row_ids.tolist())
         self._aborted.clear()
-        fresh = np.array([row not in self._live for row in batch.row_ids.tolist()], bool)
+        fresh = np.array([row not in self._live and row not in self._ended for row in batch.row_ids.tolist()], bool)
         try:
             self._engine.visit(self._live.queue, self._live.begin(batch.select(np.flatnonzero(fresh))))
         except BaseException:
             self._live.reset()
+            self._ended.clear()
             raise
         found = self._live.ended()
         assert found.batch is not None
-        asked = np.isin(found.batch.row_ids, batch.row_ids)  # all, unless a lease has ended: those come again, anew
-        written = found.batch if asked.all() else found.batch.select(np.flatnonzero(asked))
+        written = self._asked(found.batch, batch.row_ids)
         later = batch.row_ids[~np.isin(batch.row_ids, written.row_ids)].tolist()
         unfinished = {"rollout/unfinished": (float(len(later)), 1.0)}
         return replace(found, batch=written, metrics={**found.metrics, **unfinished}, later=later)
+
+    def _asked(self, ended: Batch, row_ids: np.ndarray) -> Batch:
+        """Of what has ended, now or before, the rows of this visit: a lease may have less than what is under way."""
+        if not self._ended and np.isin(ended.row_ids, row_ids).all():
+            return ended
+        self._ended |= {row: ended.select([at]) for at, row in enumerate(ended.row_ids.tolist())}
+        mine = [self._ended.pop(row) for row in row_ids.tolist() if row in self._ended]
+        while len(self._ended) > REMEMBERED:  # of rows that have left the flow
+            del self._ended[next(iter(self._ended))]
+        return Batch.concat([ended.select([]), *mine])

@@ -174,6 +174,8 @@ class Links:
         lost, vain = align(self.desk.control, place, (table[0], have, table[5]), link.rebuilt, same)
         link.rebuilt = False
         self._note_lives(table[0], table[6], lost)
+        for client in self.desk.clients.values():  # whoever could not admit a lost group again is asked once more
+            client.asked = {group: loss for group, loss in client.asked.items() if group not in self.desk.lost}
         for stage, lease in message.ended:
             self.desk.over(stage, lease)
         if link.told and link.told != link.pid:
@@ -198,7 +200,7 @@ class Links:
         for row, life in zip(row_ids[later].tolist(), lives[later].tolist()):
             known[row] = max(life, known.get(row, 0))
         if len(lost):
-            self._losses += 1
+            self._losses = 1 + max(self._losses, max(known.values(), default=0))  # a snapshot may bring later ones
             known |= dict.fromkeys(roster.row_id[lost].tolist(), self._losses)
 
     def again(self) -> list[tuple[bytes, list[Any]]]:

@@ -191,7 +191,7 @@ class Controller(Progress):
         self.released.append(slots)
         self._recount(slots)
         if later and not self._queue.fixed and self.by == "group":
-            self._queue.put_off.update(self._roster.blocks_of(slots).tolist())
+            self._queue.put_back(self._roster.blocks_of(slots))
         return slots
 
     def waits_for_others(self, has_slot: bool) -> bool:

@@ -89,6 +89,11 @@ class GroupQueue:
             for key in ((self.roster.order[new] << BLOCK_BITS) | new).tolist():
                 heapq.heappush(self._heap, key)
 
+    def put_back(self, blocks: np.ndarray) -> None:
+        """These are to go on beside others, those of them that are whole."""
+        whole = (self.open[blocks] > 0) & (self.open[blocks] == self.ready[blocks])
+        self.put_off.update(blocks[whole].tolist())
+
     def _update_few(self, blocks: np.ndarray, counts: tuple[np.ndarray, ...]) -> None:
         """As `update`, one by one: for a few groups that takes half the time of the array operations."""
         numbers = [array.tolist() for array in (blocks, self._queued[blocks], *counts)]

@@ -15,16 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from docklands.dock.rules.table import RowTable
-from docklands.errors import WireError
 
 
 def outlived(rows: RowTable, slots: np.ndarray, lives: Sequence[int]) -> np.ndarray:
-    """Whether each row (slot -1: not here) is of a later life than the put's, bool [B]. lives: [] for all 0.
-
-    Raises WireError when there is not one life for each row.
-    """
-    if lives and len(lives) != len(slots):
-        raise WireError(f"malformed message: {len(lives)} lives for {len(slots)} rows")
+    """Whether each row (slot -1: not here) is of a later life than the put's, bool [B]. lives: [] for all 0."""
     return (slots >= 0) & (rows["life"][slots] > (np.array(lives, np.int64) if lives else 0))
 
 

@@ -205,6 +205,8 @@ class Store:
         birth = message.birth
         if birth is not None:
             check_birth(birth, len(row_ids))
+        if message.lives and len(message.lives) != len(row_ids):
+            raise WireError(f"malformed message: {len(message.lives)} lives for {len(row_ids)} rows")
         slots = self.warehouse.find(row_ids)
         here = slots >= 0
         if self.lives and birth is None:
