@@ -197,17 +197,23 @@ def test_the_play_reads_rows_and_meets_recycled_slabs() -> None:
     assert seen["read"] > 10 and seen["asked"] > 5, seen
 
 
+def written_rows(node: Node) -> Rows:
+    """What the rollout has written into a slab, taken by the reference."""
+    node.admit()
+    node.slab()
+    rows = node.control.look_take("rollout", node.control.want("rollout", None, None), 0.0)
+    assert rows is not None
+    node.put(written(ROLLOUT, rows.row_ids))
+    node.control.finish(rows, {})
+    ref = node.control.look_take("ref", node.control.want("ref", None, None), 0.0)
+    assert ref is not None
+    return ref
+
+
 def test_a_view_of_a_slab_that_was_recycled_says_so() -> None:
     node = Node(0)
     try:
-        node.admit()
-        node.slab()
-        rows = node.control.look_take("rollout", node.control.want("rollout", None, None), 0.0)
-        assert rows is not None
-        node.put(written(ROLLOUT, rows.row_ids))
-        node.control.finish(rows, {})
-        ref = node.control.look_take("ref", node.control.want("ref", None, None), 0.0)
-        assert ref is not None
+        ref = written_rows(node)
         near, fields = Nearby(ref, node.control.homes(ref)), READERS["ref"].reads
         held = near.read(node.sessions, ref.row_ids, fields, copy=False)
         assert held is not None
@@ -230,14 +236,7 @@ def test_a_view_of_a_slab_that_was_recycled_says_so() -> None:
 def test_a_copy_of_rows_that_are_freed_while_it_is_made_is_given_to_nobody(way: str) -> None:
     node = Node(0)
     try:
-        node.admit()
-        node.slab()
-        rows = node.control.look_take("rollout", node.control.want("rollout", None, None), 0.0)
-        assert rows is not None
-        node.put(written(ROLLOUT, rows.row_ids))
-        node.control.finish(rows, {})
-        ref = node.control.look_take("ref", node.control.want("ref", None, None), 0.0)
-        assert ref is not None
+        ref = written_rows(node)
         near, fields, find = Nearby(ref, node.control.homes(ref)), READERS["ref"].reads, node.session.find
 
         def freed_meanwhile(home: Any, nbytes: int) -> Any:
