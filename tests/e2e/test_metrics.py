@@ -165,7 +165,9 @@ def test_a_step_moves_the_kl_coefficient_once(staleness: int, tmp_path: Path, mo
     ours, theirs = (
         [m["critic/rewards/mean"] for _, m in run.read_metrics()] for run in (whole, RunDir(tmp_path / "run"))
     )
-    assert len(ours) == len(theirs) == 4 and ours[:3] == theirs[:3]
+    assert len(ours) == len(theirs) == 4
+    if staleness == 0:  # else it depends on the hour which weights made a sample, and so on what it is penalised by
+        assert ours[:3] == theirs[:3]
 
 
 def test_counts_are_those_of_the_trained_samples(tmp_path: Path) -> None:
