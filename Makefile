@@ -9,7 +9,9 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 STAMPS := $(VENV)/stamps
-WORKERS ?= -n 2 --dist loadgroup --max-worker-restart 0
+WORKERS ?= -n 2 --max-worker-restart 0
+# Of the many processes that tests start, each would compile the sources anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: quickstart test test-fast test-vllm chaos chaos-fleet soak browser check format docs bench clean help install dev
 

@@ -3,12 +3,17 @@
 
 512 prompts x 8 samples, prompts of about 256 tokens, lognormal responses of 64 to 2,048: int32 tokens and fp32
 log-probs. A rollout puts chunks of 64 rows; ref and reward read the tokens and write back; the actor reads every column
-in micro-batches of 32. Our side is the product as it is: rows are admitted, taken, acknowledged and retired through the
+in micro-batches of 32. `--hand-out` says how many rows ref, reward and the actor are handed at once, for every side
+the same: 512, as the loop takes them (dock.groups_per_take: a step's), and 64, the finest that the chunks allow, where
+the actor still takes 256. In the bench's name stands the case: dock_flow/512/memcpy.
+
+Our side is the product as it is: rows are admitted, taken, acknowledged and retired through the
 control process, warehouses and control authenticate their clients, readers borrow views of shared memory under a lease,
 where a take has said that they lie, and the four stages stream, each a task of one event loop, with one take ahead and
 two acknowledgements under way. The peers' clients block, so there the same calls are made one after the other, on the
-same batches: puts of 64 rows, reads and writes of 64 by ref and reward, reads of 32 by the actor. `--sequential` drives
-our side so too, and `--copy` has its readers take copies.
+same batches: puts of 64 rows, then metadata, a read and a write of a hand-out by ref and reward, and metadata of a
+step and reads of 32 rows by the actor. `--sequential` drives our side so too, `--copy` has its readers take copies,
+and `--eager` has takes give what is ready, up to a hand-out, instead of exactly one (dock.deterministic: false).
 
 Each side is a process of its own, with its servers below it; sides take turns, a run of the flow each (A B C A B C).
 Wall time is the side's; CPU time is that of its whole process tree. The first run checks every byte and is left out.
@@ -36,6 +41,8 @@ from dock_flow_parts.flow import Case, arguments_of  # noqa: E402
 from vs_trl_parts.turns import Side  # noqa: E402
 
 PARTS = Path(__file__).with_name("dock_flow_parts")
+LARGEST = 512
+"""Rows of a hand-out at most, which are a third of what is in flight (dock_flow_parts/ours.py)."""
 START_S, RUN_S = 120.0, 300.0
 PEERS = {
     "memcpy": ("memory.py", ""),
@@ -52,10 +59,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="64 prompts, two rounds, and the copy as the only peer")
     parser.add_argument("--rounds", type=int, default=0, help="measured runs of the flow per side (default 5)")
+    parser.add_argument("--hand-out", type=int, nargs="+", default=[512, 64], help="rows of a take (512 and 64)")
     parser.add_argument("--warehouses", type=int, default=1)
     parser.add_argument("--tcp", action="store_true", help="our side without shared memory")
     parser.add_argument("--copy", action="store_true", help="our readers take copies, not views of shared memory")
     parser.add_argument("--sequential", action="store_true", help="our side makes one call after the other")
+    parser.add_argument("--eager", action="store_true", help="our takes give what is ready, up to a hand-out")
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), help="default: all that can run")
     parser.add_argument(
         "--peer-python",
@@ -65,7 +74,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.rounds < 0 or options.warehouses < 1:
         parser.error("--rounds is not negative, --warehouses is at least 1")
+    case = case_of(options, 0)
+    if any(rows % case.chunk or rows <= 0 or LARGEST % rows for rows in options.hand_out):
+        parser.error(f"--hand-out is a multiple of {case.chunk} (rows of a put) that divides {LARGEST}")
     return options
+
+
+def case_of(options: argparse.Namespace, hand_out: int) -> Case:
+    return Case(prompts=64 if options.quick else 512, hand_out=hand_out)
 
 
 def check_peer(python: str) -> None:
@@ -82,11 +98,12 @@ def check_peer(python: str) -> None:
         )
 
 
-def measure(options: argparse.Namespace, peers: Sequence[str], work: Path) -> dict[str, list[dict[str, float]]]:
+def measure(
+    options: argparse.Namespace, case: Case, peers: Sequence[str], work: Path
+) -> dict[str, list[dict[str, float]]]:
     """Laps of every side, the first left out."""
-    case = Case(prompts=64) if options.quick else Case()
     rounds = 1 + (options.rounds or (2 if options.quick else 5))
-    kinds = [kind for kind in ("tcp", "copy", "sequential") if getattr(options, kind)]
+    kinds = [kind for kind in ("tcp", "copy", "sequential", "eager") if getattr(options, kind)]
     ours = ",".join([str(options.warehouses), *kinds])
     commands = {"ours": [sys.executable, str(PARTS / "ours.py"), *arguments_of(case, rounds, ours)]}
     for name in peers:
@@ -103,7 +120,7 @@ def measure(options: argparse.Namespace, peers: Sequence[str], work: Path) -> di
             for side in sides.values():
                 side.step(RUN_S)
             took = ", ".join(f"{name} {side.laps[-1]['wall_s']:.3f} s" for name, side in sides.items())
-            print(f"round {number}: {took}", flush=True)
+            print(f"hand-outs of {case.hand_out}, round {number}: {took}", flush=True)
         for side in sides.values():
             side.finish(START_S)
         sizes = sides["ours"].result
@@ -114,7 +131,7 @@ def measure(options: argparse.Namespace, peers: Sequence[str], work: Path) -> di
             side.stop()
 
 
-def results(laps: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+def results(laps: dict[str, list[dict[str, float]]], case: Case) -> list[dict[str, Any]]:
     """One JSON object per peer and metric."""
     found = []
     for name, theirs in laps.items():
@@ -128,7 +145,7 @@ def results(laps: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
             ours, peer = float(f"{statistics.median(a):.4g}"), float(f"{statistics.median(b):.4g}")
             found.append(
                 {
-                    "bench": f"dock_flow/{name}",
+                    "bench": f"dock_flow/{case.hand_out}/{name}",
                     "metric": metric,
                     "ours": ours,
                     "peer": peer,
@@ -147,8 +164,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         peers = list(HERE)
     if set(peers) - set(HERE):
         check_peer(options.peer_python)
-    with tempfile.TemporaryDirectory(prefix="dock_flow_") as work:
-        lines = results(measure(options, peers, Path(work)))
+    lines = []
+    for hand_out in options.hand_out:
+        case = case_of(options, hand_out)
+        with tempfile.TemporaryDirectory(prefix="dock_flow_") as work:
+            lines += results(measure(options, case, peers, Path(work)), case)
     for line in lines:
         print(json.dumps(line))
     return 0

@@ -3,12 +3,14 @@
 
     python bench/overlap.py [--quick] [--case NAME] [--steps N] [KEY=VALUE ...]
 
-Real runs of GRPO with a reference (configs/mix6_grpo_kl.yaml, the tiny model of assets/mix6-warm), two worker processes
-with one thread each: `colocated` hands their devices from role to role, `apart` has one trainer and one generator, one
-step ahead. The critical path is that of docklands/obs/critical_path.py: the longest chain of work, each piece as long
-as its slowest worker was busy, that rows, devices, weights and slots put in order. `ours` is the step's seconds, `peer`
-the path's, so a ratio of 0.91 is a step of 1.1 times its path, the goal. The first steps are left out; `spread` is the
-middle half of the ratios of single steps. KEY=VALUE changes the recipe.
+Real runs over two worker processes with one thread each. `colocated` hands their devices from role to role, `apart` has
+one trainer and one generator, one step ahead: GRPO with a reference and the tiny model of assets/mix6-warm
+(configs/mix6_grpo_kl.yaml), whose steps last little longer than the messages that a step cannot do without.
+`quickstart` and `quickstart_apart` are the same of configs/quickstart.yaml, SmolLM2-135M, with a reference. The
+critical path is that of docklands/obs/critical_path.py: the longest chain of work, each piece as long as its slowest
+worker was busy, that rows, devices, weights and slots put in order. `ours` is the step's seconds, `peer` the path's, so
+a ratio of 0.91 is a step of 1.1 times its path, the goal. The first steps are left out; `spread` is the middle half of
+the ratios of single steps. KEY=VALUE changes the recipe.
 """
 
 from __future__ import annotations
@@ -40,19 +42,26 @@ SETTINGS = (
     "run.name=run", "run.threads=2", "obs.console=off", "obs.report=false", "eval.prompts=0", "eval.before=false",
     "eval.after=false", "checkpoint.at_end=false",
 )  # fmt: skip
+TOGETHER = ("layout.dp=2", "rollout.layout.dp=2")
+APART = (
+    "layout.dp=1", "rollout.layout.dp=1", "fleet.placement=disaggregated", "dock.max_staleness=1",
+    "dock.deterministic=false", "run.threads=1",
+)  # fmt: skip
+TINY, QUICKSTART = "configs/mix6_grpo_kl.yaml", "configs/quickstart.yaml"
+WITH_REFERENCE = ("algorithm.kl.coef=0.01", "algorithm.kl.where=loss")
 CASES = {
-    "colocated": ("layout.dp=2", "rollout.layout.dp=2"),
-    "apart": (
-        "layout.dp=1", "rollout.layout.dp=1", "fleet.placement=disaggregated", "dock.max_staleness=1",
-        "dock.deterministic=false", "run.threads=1",
-    ),
-}  # fmt: skip
+    "colocated": (TINY, TOGETHER, 20),
+    "apart": (TINY, APART, 20),
+    "quickstart": (QUICKSTART, (*TOGETHER, *WITH_REFERENCE), 8),
+    "quickstart_apart": (QUICKSTART, (*APART, *WITH_REFERENCE), 8),
+}
+"""Recipe, changes to it, measured steps."""
 
 
-def run(folder: Path, steps: int, settings: Sequence[str]) -> list[StepPath]:
+def run(folder: Path, recipe: str, steps: int, settings: Sequence[str]) -> list[StepPath]:
     """-> the steps of a run, and what their critical paths were."""
     chosen = [*SETTINGS, f"run.dir={folder}", f"run.steps={steps}", *settings]
-    config, sources = load_config(ROOT / "configs/mix6_grpo_kl.yaml", chosen)
+    config, sources = load_config(ROOT / recipe, chosen)
     assert train_run(config, sources, False) == 0
     found = RunDir(folder / "run")
     places = Places.of_config(yaml.safe_load(found.read_config()))
@@ -71,17 +80,19 @@ def line(name: str, paths: Sequence[StepPath]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="six steps")
-    parser.add_argument("--steps", type=int, default=0, help="measured steps (default 20)")
+    parser.add_argument("--quick", action="store_true", help="six steps, the tiny model")
+    parser.add_argument("--steps", type=int, default=0, help="measured steps (default 20, of SmolLM2-135M 8)")
     parser.add_argument("--case", choices=[*CASES, "all"], default="all")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="changes to the recipe")
     options = parser.parse_args(arguments)
     if options.steps < 0:
         parser.error("--steps is not negative")
-    steps = WARM + (options.steps or (3 if options.quick else 20))
-    for name in CASES if options.case == "all" else [options.case]:
+    chosen = [options.case] if options.case != "all" else [n for n in CASES if not options.quick or CASES[n][0] == TINY]
+    for name in chosen:
+        recipe, settings, usual = CASES[name]
+        steps = WARM + (options.steps or (3 if options.quick else usual))
         with tempfile.TemporaryDirectory(prefix="overlap_") as folder:
-            paths = run(Path(folder), steps, (*CASES[name], *options.settings))
+            paths = run(Path(folder), recipe, steps, (*settings, *options.settings))
         for what in ("by_stage", "idle"):
             each = [getattr(path, what) for path in paths]
             means = {stage: statistics.fmean(p.get(stage, 0.0) for p in each) for stage in sorted(set().union(*each))}

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,15 +39,33 @@ LONG = (
 """Whole files that `make test-fast` leaves out: several processes, several runs, many examples."""
 
 
+OWN = ("test_dock_", "test_fleet_", "test_warehouse")
+"""Files of distributed/ that start processes of their own; the others share a pool of ranks."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of LONG as slow. Where pytest runs several processes, a file stays with one of them, and so do
-    all tests that start processes themselves, which would else get in each other's way.
-    """
+    """Mark the tests of LONG as slow."""
     for item in items:
-        path = item.path.relative_to(Path(__file__).parent).as_posix()
-        item.add_marker(pytest.mark.xdist_group("processes" if path.startswith("distributed/") else path))
-        if path.startswith(LONG):
+        if item.path.relative_to(Path(__file__).parent).as_posix().startswith(LONG):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where pytest runs several processes, a file stays with one of them, and so do all tests that share the pool of
+    ranks. In the order of their names, which is about longest first: distributed and e2e come before unit, so that
+    none is left with a long file at the end.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            folder, _, name = file.rpartition("/")
+            return folder if folder.endswith("distributed") and not name.startswith(OWN) else file
+
+    config.option.loadscopereorder = False
+    return Together(config, log)
 
 
 @pytest.fixture(autouse=True)

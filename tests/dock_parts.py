@@ -108,7 +108,7 @@ async def work(dock: Dock, of: Stage, rows: Rows, dropped: dict[int, str] | None
 async def admit_all(dock: Dock, groups: int, first: int = 0) -> None:
     """Admit while slots are free, then say that prompts have ended."""
     for index in range(first, first + groups):
-        if not await dock.slot():
+        if not await dock.slots():
             return
         await dock.admit(group(index))
     await dock.end_of_prompts()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import sys
@@ -22,13 +21,12 @@ from docklands.dock.launch import Launcher
 from docklands.dock.rules.options import DockOptions
 from docklands.errors import RowGone, UnknownField, WarehouseLost, WorkerLost
 from tests.dock_parts import admit_all, written
+from tests.forks import CONTEXT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
 from dock_scaling_parts.nodes import Nodes, NoNodes, enter  # noqa: E402, F401  (for the tests too)
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "tests.dock_processes"])
 LOST_S = 20.0
 
 
@@ -50,6 +48,8 @@ def body(module: str, options: Any, errors: str, ready: Any, node: str) -> None:
 
 class Forked:
     """A Child of launch.py without the seconds that importing torch takes."""
+
+    lost = ""
 
     def __init__(self, module: str, options: Any, errors: Path, node: str = "") -> None:
         self._ready, theirs = CONTEXT.Pipe(duplex=False)
@@ -161,7 +161,7 @@ def warm_up() -> None:
     """Start the server that forks readers: the first start takes seconds, in which a flow could end."""
     process = CONTEXT.Process(target=os.getpid, daemon=True)
     process.start()
-    process.join(60)
+    process.join(180)
 
 
 async def stats_at_rest(dock: DistributedDock) -> dict[str, float]:

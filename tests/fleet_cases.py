@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -86,10 +87,10 @@ async def flow(workers: Workers, models: Path, folder: Path, **more: Any) -> Asy
     try:
         with launcher(GRAPH, options, folder) as made:
             async with client(made) as dock:
-                roles = [
-                    WorkerRole(name, RemoteEngine(workers, name, spec(models, name == "critic")), dock, device)
-                    for name in ("actor", "critic")
-                ]
+                names = ("actor", "critic")  # made on a thread: the dock's lines are looked after while processes start
+                made_of = [(workers, name, spec(models, name == "critic")) for name in names]
+                engines = [await asyncio.to_thread(RemoteEngine, *arguments) for arguments in made_of]
+                roles = [WorkerRole(name, engine, dock, device) for name, engine in zip(names, engines)]
                 yield Flow(dock, *roles)
     finally:
         device.close()

@@ -27,13 +27,13 @@ from docklands.obs.rundir import RunDir
 from tests.e2e.runs import ROOT, environment, train_arguments
 
 PROGRAMS = {
+    "multiprocessing.forkserver": "forkserver",
+    "multiprocessing.resource_tracker": "tracker",
     "docklands.dock.warehouse.server": "warehouse",
     "docklands.dock.control.server": "control",
     "docklands.rewards.worker": "reward",
-    "multiprocessing.forkserver": "forkserver",
-    "multiprocessing.resource_tracker": "tracker",
 }
-"""Word in a process's command line -> what it is."""
+"""Word in a process's command line -> what it is. That of the server that forks names what it has loaded, too."""
 TOLD = re.compile(r"workers by rank, from (\d+): (.*)")
 PLAIN = ("-m", "docklands.cli.main")
 QUICK = (
@@ -43,7 +43,14 @@ QUICK = (
     "from docklands.cli.main import main; main()",
 )
 """The command, and the same with a dock whose processes are forked: in a second instead of five."""
-GONE_S = 60.0
+
+
+def quick(*arguments: str) -> list[str]:
+    """The command line of a QUICK run."""
+    return [sys.executable, *QUICK, *arguments]
+
+
+GONE_S = 180.0
 """Seconds that processes get to end after their driver."""
 
 

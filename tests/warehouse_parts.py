@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from docklands.dock.warehouse.server import serve
 from docklands.dock.warehouse.store import WarehouseOptions
 from docklands.dock.wire.format import column_meta
 from docklands.dock.wire.net import Keys, Peer, make_keys
+from tests.forks import CONTEXT
 
 ROUTES = Field("routes", "int16", ("T", 2, 3))
 PAIR = Field("pair", "float32", (2,))
@@ -124,15 +124,13 @@ class Process:
 
 def start_warehouse(client: Keys, server: Keys | None = None, friends: tuple[str, ...] = (), **more: Any) -> Process:
     """A warehouse process that listens on the loopback, from a forkserver that has torch already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "docklands.dock.warehouse.server"])
     server = server or make_keys()
     given = options(public_key=server.public, secret_key=server.secret, allowed=[client.public, *friends], **more)
-    ready, other = context.Pipe(duplex=False)
-    process = context.Process(target=run_warehouse, args=(given, other), daemon=True)
+    ready, other = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=run_warehouse, args=(given, other), daemon=True)
     process.start()
     other.close()
-    assert ready.poll(60), "the warehouse did not start"
+    assert ready.poll(180), "the warehouse did not start"
     return Process(given, process, Peer(ready.recv(), server.public), client)
 
 

@@ -1,15 +1,17 @@
-"""The peer: a single controller, one Ray actor that holds the step's batch and hands it out.
+"""A peer: a single controller, one Ray actor that holds the step's batch and hands it out. The hardest one to beat.
 
 It calls the workers (Ray actors, too) with the columns that a stage reads, gets the columns that it writes, and keeps
 them; rewards and advantages it computes itself. Calls are not waited for one by one: whatever a chunk of rows is ready
 for is asked for at once, of the worker whose turn it is. Arrays are jagged numpy, which Ray carries without a pickle of
-their bytes, in shared memory when they are large.
+their bytes, in shared memory when they are large. Nothing else is between it and the workers: who drives and who holds
+the samples is one process.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,6 @@ sys.path.insert(0, BENCH)
 
 from dispatch_parts.work import (  # noqa: E402
     ADVANTAGE,
-    LOGPROBS,
-    MASK,
     REF,
     TOKENS,
     TRAINED,
@@ -44,7 +44,6 @@ from dispatch_parts.work import (  # noqa: E402
 Columns = dict[str, np.ndarray]
 
 
-@ray.remote(num_cpus=0)
 class Worker:
     """Generates, gives reference log-probs, trains."""
 
@@ -58,8 +57,9 @@ class Worker:
     def ref(self, tokens: np.ndarray) -> np.ndarray:
         return logprobs(tokens)
 
-    def update(self, columns: Columns, lengths: np.ndarray) -> float:
-        return update(columns, lengths)
+    def update(self, chunks: list[tuple[Columns, np.ndarray]]) -> float:
+        """On all chunks of the step that are this worker's: columns by name, lengths of the rows."""
+        return sum(update(columns, lengths) for columns, lengths in chunks)
 
 
 @ray.remote(num_cpus=0)
@@ -71,7 +71,7 @@ class Controller:
 
     def step(self, number: int) -> float:
         case = self._case
-        size = case.chunk or case.rows // len(self._workers)
+        size = chunk_rows(case)
         held: dict[int, tuple[np.ndarray, Columns]] = {}
         first = number * case.rows
         doing: dict[Any, tuple[str, int]] = {}
@@ -89,17 +89,23 @@ class Controller:
                 columns[ADVANTAGE] = advantages(rewards(lengths, columns[TOKENS]), case.group)
             else:
                 held[start][1][REF] = found
-        trained = [
-            self._of(index).update.remote({name: columns[name] for name in TRAINED}, lengths)
-            for index, (_, (lengths, columns)) in enumerate(sorted(held.items()))
+        chunks = [
+            ({name: columns[name] for name in TRAINED}, lengths) for _, (lengths, columns) in sorted(held.items())
         ]
-        return sum(ray.get(trained))
+        count = len(self._workers)
+        return sum(ray.get([worker.update.remote(chunks[i::count]) for i, worker in enumerate(self._workers)]))
 
     def _of(self, index: int) -> Any:
         return self._workers[index % len(self._workers)]
 
 
-def main() -> None:
+def chunk_rows(case: Case) -> int:
+    """Rows of a call of a worker."""
+    return case.chunk or case.rows // WORKERS
+
+
+def run(make: Callable[[Case, list[Any]], Callable[[int], float]]) -> None:
+    """Main program of a peer. make: (case, the workers' handles) -> what runs a step."""
     case, rounds = arguments(sys.argv[1:])
     ray.init(
         num_cpus=2,
@@ -108,13 +114,17 @@ def main() -> None:
         object_store_memory=1 << 30,
         runtime_env={"env_vars": {"PYTHONPATH": BENCH}},
     )
-    workers = [Worker.remote(case) for _ in range(WORKERS)]  # type: ignore[attr-defined]
+    kind = ray.remote(num_cpus=0)(Worker)
+    workers = [kind.remote(case) for _ in range(WORKERS)]
+    step = make(case, workers)
+    ray.get([worker.ref.remote(np.zeros(1, np.int32)) for worker in workers])
+    side(step, case, rounds, ray.shutdown)
+
+
+def make(case: Case, workers: list[Any]) -> Callable[[int], float]:
     controller = Controller.remote(case, workers)  # type: ignore[attr-defined]
-    ray.get(workers[0].ref.remote(np.zeros(1, np.int32)))
-    side(lambda number: ray.get(controller.step.remote(number)), case, rounds, ray.shutdown)
+    return lambda number: ray.get(controller.step.remote(number))
 
-
-assert {MASK, LOGPROBS} <= set(TRAINED)
 
 if __name__ == "__main__":
-    main()
+    run(make)

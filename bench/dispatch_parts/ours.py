@@ -41,7 +41,7 @@ from docklands.fleet.engines import EngineShard  # noqa: E402
 from docklands.fleet.host import Context, Setup  # noqa: E402
 from docklands.fleet.local_backend import Device, LocalRole  # noqa: E402
 from docklands.fleet.local_carrier import LocalCarrier  # noqa: E402
-from docklands.fleet.reader import reader_of  # noqa: E402
+from docklands.fleet.reader import reader_of, with_read  # noqa: E402
 from docklands.fleet.worker_role import WorkerRole  # noqa: E402
 from docklands.fleet.workers import Workers  # noqa: E402
 from docklands.parallel.layout import Layout  # noqa: E402
@@ -91,6 +91,8 @@ GRAPH = Graph(STAGES, (LEARNER,), (GROUP_ID, PROMPT_TOKENS))
 class Model(work.Model):
     """As an engine."""
 
+    replicas_meet = False  # each holds all of the model, as with layout.dp
+
     def update(self, batch: Batch, learner: Learner) -> dict[str, tuple[float, float]]:
         columns = {field.name: batch[field] for field in learner.reads}
         arrays = {name: (c.values if isinstance(c, Jagged) else c).numpy() for name, c in columns.items()}
@@ -118,7 +120,7 @@ class Remote:
 
     def update(self, rows: Rows, learner: Learner) -> dict[str, tuple[float, float]]:
         found = self.workers.call("model", "update", rows, learner)
-        return {"total": (sum(each["total"][0] for each in found), 1.0)}
+        return with_read({"total": (sum(each["total"][0] for each in found), 1.0)}, found)
 
 
 class Ours:
@@ -128,7 +130,7 @@ class Ours:
         self.case, self.model = case, Model(case)
         self._folder = tempfile.TemporaryDirectory(prefix="dispatch_ours_")
         folder = Path(self._folder.name)
-        groups = case.chunk // case.group
+        groups = case.chunk * WORKERS // case.group
         self.dock = HostedDock(GRAPH, DockOptions(case.prompts, case.group, groups_per_take=groups), folder / "dock")
         self.workers = Workers(Setup(Layout(dp=WORKERS), wait_s=120.0, log=folder / "log"), LocalCarrier())
         self._loop = asyncio.new_event_loop()

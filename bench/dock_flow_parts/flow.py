@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,13 @@ ALL = (TOKENS, LOGPROBS, REF, REWARD)
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes. Response lengths are lognormal, cut to shortest..longest; prompts have 3/4 to 5/4 of `prompt` tokens."""
+    """Sizes. Response lengths are lognormal, cut to shortest..longest; prompts have 3/4 to 5/4 of `prompt` tokens.
+
+    chunk     rows of a put of the rollout
+    hand_out  rows that ref and reward are handed at once
+    step      rows that the actor is handed at once: a hand-out, but not less than this
+    micro     rows of a read of the actor, out of what it was handed
+    """
 
     prompts: int = 512
     group: int = 8
@@ -34,12 +41,19 @@ class Case:
     shortest: int = 64
     longest: int = 2048
     chunk: int = 64
+    hand_out: int = 512
+    step: int = 256
     micro: int = 32
     seed: int = 1
 
     @property
     def rows(self) -> int:
         return self.prompts * self.group
+
+    @property
+    def taken(self) -> int:
+        """Rows that the actor is handed."""
+        return min(max(self.hand_out, self.step), self.rows)
 
 
 @dataclass(frozen=True)
@@ -88,19 +102,54 @@ class Work:
         """Bytes that are put and got in one run of the flow."""
         return 2 * self.stored_bytes + 2 * self._values[TOKENS].nbytes
 
-    def check(self, name: str, start: int, got: np.ndarray) -> None:
-        """The bytes are those of the rows from `start` on."""
+    def check(self, name: str, start: int, got: np.ndarray | Sequence[np.ndarray]) -> None:
+        """The bytes, in one piece or several, are those of the rows from `start` on."""
         first = start if name == REWARD else int(self.offsets[start])
-        if not np.array_equal(got, self._values[name][first : first + len(got)]):
-            raise SystemExit(f"dock_flow: column {name} of rows from {start} on came back wrong")
+        for values in [got] if isinstance(got, np.ndarray) else got:
+            if not np.array_equal(values, self._values[name][first : first + len(values)]):
+                raise SystemExit(f"dock_flow: column {name} of rows from {start} on came back wrong")
+            first += len(values)
+
+
+class Held:
+    """Columns as they were put, chunk by chunk: what a plain buffer keeps."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[str, tuple[list[int], list[tuple[np.ndarray, np.ndarray]]]] = {}
+
+    def put(self, name: str, start: int, values: np.ndarray, lengths: np.ndarray | None) -> None:
+        """Rows from `start` on; chunks come in order."""
+        rows = np.ones(len(values), np.int64) if lengths is None else lengths
+        starts, held = self._chunks.setdefault(name, ([], []))
+        starts.append(start)
+        held.append((values, np.concatenate([[0], np.cumsum(rows)])))
+
+    def pieces(self, name: str, start: int, stop: int) -> list[np.ndarray]:
+        """Views of the values of rows start..stop, one of each chunk."""
+        starts, held = self._chunks[name]
+        found = []
+        for number in range(bisect_right(starts, start) - 1, len(starts)):
+            if (begin := starts[number]) >= stop:
+                break
+            values, offsets = held[number]
+            first, last = max(start - begin, 0), min(stop - begin, len(offsets) - 1)
+            found.append(values[int(offsets[first]) : int(offsets[last])])
+        return found
+
+    def clear(self) -> None:
+        self._chunks.clear()
 
 
 class Carrier(Protocol):
-    """What carries rows between the stages."""
+    """What carries rows between the stages. `take` comes before the reads (`get`) and the put of a stage."""
 
     def put(self, stage: str, start: int, stop: int, columns: Mapping[str, Column]) -> None: ...
 
-    def get(self, stage: str, start: int, stop: int, names: Sequence[str]) -> Mapping[str, np.ndarray]: ...
+    def take(self, stage: str, start: int, stop: int, names: Sequence[str]) -> None: ...
+
+    def get(
+        self, stage: str, start: int, stop: int, names: Sequence[str]
+    ) -> Mapping[str, np.ndarray | Sequence[np.ndarray]]: ...
 
     def clear(self, rows: int) -> None: ...
 
@@ -108,19 +157,26 @@ class Carrier(Protocol):
 
 
 def run(carrier: Carrier, work: Work, check: bool) -> None:
-    """Streaming: each chunk goes from the rollout through ref and reward, then the actor reads it in micro-batches."""
+    """Streaming: a hand-out that is there goes through ref and reward; the actor reads a step in micro-batches."""
     case = work.case
-    for start in range(0, case.rows, case.chunk):
-        stop = min(start + case.chunk, case.rows)
-        carrier.put("rollout", start, stop, {name: work.column(name, start, stop) for name in (TOKENS, LOGPROBS)})
-        for stage, name in (("ref", REF), ("reward", REWARD)):
-            carrier.get(stage, start, stop, (TOKENS,))
-            carrier.put(stage, start, stop, {name: work.column(name, start, stop)})
-        for first in range(start, stop, case.micro):
-            got = carrier.get("actor", first, min(first + case.micro, stop), ALL)
+    for first in range(0, case.rows, case.taken):
+        last = min(first + case.taken, case.rows)
+        for begin in range(first, last, case.hand_out):
+            end = min(begin + case.hand_out, last)
+            for start in range(begin, end, case.chunk):
+                stop = min(start + case.chunk, end)
+                made = {name: work.column(name, start, stop) for name in (TOKENS, LOGPROBS)}
+                carrier.put("rollout", start, stop, made)
+            for stage, name in (("ref", REF), ("reward", REWARD)):
+                carrier.take(stage, begin, end, (TOKENS,))
+                carrier.get(stage, begin, end, (TOKENS,))
+                carrier.put(stage, begin, end, {name: work.column(name, begin, end)})
+        carrier.take("actor", first, last, ALL)
+        for start in range(first, last, case.micro):
+            got = carrier.get("actor", start, min(start + case.micro, last), ALL)
             if check:
                 for name, values in got.items():
-                    work.check(name, first, values)
+                    work.check(name, start, values)
     carrier.clear(case.rows)
 
 

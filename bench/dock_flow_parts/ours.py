@@ -4,11 +4,15 @@ Option: COUNT of warehouses, then any of
   tcp         without shared memory
   copy        readers take copies instead of views of shared memory
   sequential  one call after the other, as the peers are driven
+  eager       takes of what is ready, up to a hand-out, instead of exactly one (dock.deterministic: false)
 
-The producer and every stage have a client of their own, as each is a process of its own in a real run. A chunk is
-admitted with its columns (the sources of the graph); rows are taken, read, written, acknowledged and retired through
-the control process; the actor takes steps of 256 rows and reads them in micro-batches; 96 groups at most are in
-flight. A reader looks into every page of what it is given, so that a view of shared memory costs what it costs.
+As in the loop, prompts enter while there are slots for them (with their group ids: the only column that the peers do
+not carry), a rollout stage takes 512 rows, puts their tokens and log-probs chunk by chunk, two of them under way, and
+acknowledges them; ref and reward take a hand-out each, read, write and acknowledge; the actor takes a step, reads it in
+micro-batches and retires it. Prompts and every stage have a client of their own, as each is a
+process of its own in a real run. Takes are of exactly a hand-out, in order of admission (dock.deterministic, as by
+default); 192 groups at most are in flight. A reader looks into every page of what it is given, so that a view of shared
+memory costs what it costs.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import asyncio
 import sys
 import tempfile
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +42,12 @@ from docklands.core.fields import (  # noqa: E402
 )
 from docklands.core.fields import REWARD as REWARD_FIELD  # noqa: E402
 from docklands.core.graph import Graph  # noqa: E402
-from docklands.core.protocols import Rows  # noqa: E402
+from docklands.core.protocols import Outcome, Rows  # noqa: E402
 from docklands.core.stage import Learner, Stage  # noqa: E402
 from docklands.dock.distributed import DistributedDock  # noqa: E402
 from docklands.dock.launch import Launcher, Program  # noqa: E402
 from docklands.dock.rules.options import DockOptions  # noqa: E402
+from docklands.dock.warehouse.chunks import join  # noqa: E402
 
 FIELDS: dict[str, Field[Any]] = {
     TOKENS: TOKEN_IDS,
@@ -49,8 +55,12 @@ FIELDS: dict[str, Field[Any]] = {
     REF: REF_LOGPROBS,
     REWARD: REWARD_FIELD,
 }
-STEP, STEPS = 32, 3
-"""Groups that the update takes and retires at once, and steps in flight at most."""
+WINDOW = 192
+"""Groups in flight at most."""
+AT_ONCE = 64
+"""Groups that enter in one call at most, as the loop's prompts (run/prompts.py), and that the rollout is handed."""
+UNDER_WAY = 2
+"""Puts of chunks that are under way at a time, as acknowledgements are."""
 PAGE = 4096
 
 
@@ -58,13 +68,14 @@ def nothing(*_: Any) -> None:
     """Stages are run by the bench."""
 
 
+ROLLOUT = Stage("rollout", "rollout", (GROUP_ID,), (TOKEN_IDS, ROLLOUT_LOGPROBS), nothing, "group")
 REF_STAGE = Stage("ref", "ref", (TOKEN_IDS,), (REF_LOGPROBS,), nothing, "sample")
 REWARD_STAGE = Stage("reward", "reward", (TOKEN_IDS,), (REWARD_FIELD,), nothing, "sample")
 UPDATE = Stage("update", "update", tuple(FIELDS.values()), (), nothing, "step")
 GRAPH = Graph(
-    (REF_STAGE, REWARD_STAGE, UPDATE),
+    (ROLLOUT, REF_STAGE, REWARD_STAGE, UPDATE),
     (Learner("actor", "actor", UPDATE.reads, nothing),),  # type: ignore[arg-type]
-    (GROUP_ID, TOKEN_IDS, ROLLOUT_LOGPROBS),
+    (GROUP_ID,),
 )
 
 
@@ -88,8 +99,9 @@ class Ours:
         self._lap += 1
 
     async def _open(self, work: Work) -> None:
-        step = min(STEP, work.case.prompts)
-        options = DockOptions(step, work.case.group, STEPS - 1, warehouses=self.places, wait_s=60.0)
+        step = work.case.taken // work.case.group
+        fixed = "eager" not in self.kinds
+        options = DockOptions(step, work.case.group, WINDOW // step - 1, self.places, wait_s=60.0, deterministic=fixed)
 
         def spawn(module: str, made: Any, errors: Path) -> Program:
             if "tcp" in self.kinds and hasattr(made, "shared_bytes"):
@@ -98,7 +110,7 @@ class Ours:
 
         self._launcher = Launcher(GRAPH, options, Path(self._folder.name), spawn=spawn)
         address = self._launcher.start()
-        for name in ("producer", *(stage.name for stage in GRAPH.stages)):
+        for name in ("prompts", *(stage.name for stage in GRAPH.stages)):
             self.docks[name] = DistributedDock(GRAPH, options, address, name)
             await self.docks[name].open()
 
@@ -124,35 +136,43 @@ class Lap:
     def __init__(self, ours: Ours, work: Work, check: bool) -> None:
         self.ours, self.work, self.case, self.check = ours, work, work.case, check
         self.first = ours.lap * self.case.rows
-        self.groups = self.case.chunk // self.case.group
-        self.producer_dock = ours.docks["producer"]
 
     async def run(self) -> None:
-        chunks = range(0, self.case.rows, self.case.chunk)
         if "sequential" in self.ours.kinds:
-            for start in chunks:
-                await self.produce(start)
-                for stage, name in ((REF_STAGE, REF), (REWARD_STAGE, REWARD)):
-                    await self.answer(stage, name, await self.ours.dock(stage).take(stage, groups=self.groups))
-                stop = start + self.case.chunk
-                if stop % (STEP * self.case.group) == 0 or stop >= self.case.rows:
-                    await self.train(await self.ours.dock(UPDATE).take(UPDATE))
+            for start in range(0, self.case.rows, AT_ONCE * self.case.group):
+                stop = min(start + AT_ONCE * self.case.group, self.case.rows)
+                await self.admit(start, stop)
+                await self.produce(await self.take(ROLLOUT))
+                for at in range(start, stop, self.case.hand_out):
+                    for stage, name in ((REF_STAGE, REF), (REWARD_STAGE, REWARD)):
+                        await self.answer(stage, name, await self.take(stage))
+                    if (at + self.case.hand_out) % self.case.taken == 0:
+                        await self.train(await self.take(UPDATE))
             return
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.producer(chunks))
+            tasks.create_task(self.prompts())
+            tasks.create_task(self.rollout())
             tasks.create_task(self.worker(REF_STAGE, REF))
             tasks.create_task(self.worker(REWARD_STAGE, REWARD))
             tasks.create_task(self.actor())
 
     # --- stages ------------------------------------------------------------------------------------------------
 
-    async def producer(self, chunks: range) -> None:
-        for start in chunks:
-            await self.produce(start)
+    async def prompts(self) -> None:
+        start, dock = 0, self.ours.docks["prompts"]
+        while start < self.case.rows:
+            groups = min(await dock.slots(), AT_ONCE)
+            stop = min(start + groups * self.case.group, self.case.rows)
+            await self.admit(start, stop)
+            start = stop
+
+    async def rollout(self) -> None:
+        async for rows in self.stream(ROLLOUT):
+            await self.produce(rows)
 
     async def worker(self, stage: Stage, name: str) -> None:
         async with self.ours.dock(stage).completions() as done:
-            async for rows in self.stream(stage, groups=self.groups):
+            async for rows in self.stream(stage):
                 await self.read(stage, rows, (TOKENS,))
                 await done.add(rows, self.made(rows, name))
 
@@ -160,26 +180,41 @@ class Lap:
         async for rows in self.stream(UPDATE):
             await self.train(rows)
 
-    async def stream(self, stage: Stage, **want: Any) -> AsyncIterator[Rows]:
+    async def stream(self, stage: Stage) -> AsyncIterator[Rows]:
         """Takes until this lap's rows are through, one of them ahead of the work."""
-        dock, left = self.ours.dock(stage), self.case.rows
-        ahead = asyncio.ensure_future(dock.take(stage, **want))
+        left = self.case.rows
+        ahead = asyncio.ensure_future(self.take(stage))
         while left:
             rows = await ahead
             left -= len(rows)
             if left:
-                ahead = asyncio.ensure_future(dock.take(stage, **want))
+                ahead = asyncio.ensure_future(self.take(stage))
             yield rows
 
     # --- calls -------------------------------------------------------------------------------------------------
 
-    async def produce(self, start: int) -> None:
-        """A chunk of groups enters with its tokens and log-probs, in the warehouse beside its producer."""
-        stop = min(start + self.case.chunk, self.case.rows)
+    async def take(self, stage: Stage) -> Rows:
+        rows = {ROLLOUT: AT_ONCE * self.case.group, UPDATE: self.case.taken}.get(stage, self.case.hand_out)
+        groups = min(rows, self.case.rows) // self.case.group
+        return await self.ours.dock(stage).take(stage, groups=groups)
+
+    async def admit(self, start: int, stop: int) -> None:
+        """Groups enter, all in one warehouse."""
         ids = self.first + np.arange(start, stop)
-        columns = {FIELDS[name]: column_of(self.work.column(name, start, stop)) for name in (TOKENS, LOGPROBS)}
-        batch = Batch(ids, {GROUP_ID: torch.from_numpy(ids // self.case.group), **columns})
-        await self.producer_dock.admit(batch, start // self.case.chunk % self.ours.places)
+        batch = Batch(ids, {GROUP_ID: torch.from_numpy(ids // self.case.group)})
+        await self.ours.docks["prompts"].admit(batch, start // (AT_ONCE * self.case.group) % self.ours.places)
+
+    async def produce(self, rows: Rows) -> None:
+        """Chunk by chunk, some of them under way; then the rows are acknowledged."""
+        dock = self.ours.dock(ROLLOUT)
+        chunks = iter(rows.minibatches(self.case.chunk))
+
+        async def put() -> None:
+            for part in chunks:
+                await dock.put(self.made(part, TOKENS, LOGPROBS), part)
+
+        await asyncio.gather(*(put() for _ in range(UNDER_WAY)))
+        await dock.finish(rows, Outcome())
 
     async def answer(self, stage: Stage, name: str, rows: Rows) -> None:
         """Read the tokens, write a column."""
@@ -192,9 +227,18 @@ class Lap:
             await self.read(UPDATE, part, ALL)
         await self.ours.dock(UPDATE).retire(rows)
 
-    def made(self, rows: Rows, name: str) -> Batch:
-        start = int(rows.row_ids[0]) - self.first
-        return Batch(rows.row_ids, {FIELDS[name]: column_of(self.work.column(name, start, start + len(rows)))})
+    def made(self, rows: Rows, *names: str) -> Batch:
+        return Batch(rows.row_ids, {FIELDS[name]: self.column(rows, name) for name in names})
+
+    def column(self, rows: Rows, name: str) -> Any:
+        parts = [column_of(self.work.column(name, start, stop)) for _, start, stop in self.stretches(rows)]
+        return parts[0] if len(parts) == 1 else join(parts)
+
+    def stretches(self, rows: Rows) -> list[tuple[int, int, int]]:
+        """Where rows of the work follow one another: (position in `rows`, start, stop in the work)."""
+        ids = rows.row_ids - self.first
+        cuts = [0, *(np.flatnonzero(ids[1:] - ids[:-1] != 1) + 1).tolist(), len(ids)]
+        return [(at, int(ids[at]), int(ids[at]) + end - at) for at, end in pairwise(cuts)]
 
     async def read(self, stage: Stage, rows: Rows, names: tuple[str, ...]) -> None:
         dock, fields = self.ours.dock(stage), [FIELDS[name] for name in names]
@@ -210,8 +254,10 @@ class Lap:
         for name in names:
             values = values_of(batch[FIELDS[name]])
             values.view(np.uint8)[::PAGE].max()
-            if self.check:
-                self.work.check(name, int(rows.row_ids[0]) - self.first, values)
+            for at, start, stop in self.stretches(rows) if self.check else ():
+                before = 0 if name == REWARD else int(rows.lengths[:at].sum())
+                count = stop - start if name == REWARD else int(rows.lengths[at : at + stop - start].sum())
+                self.work.check(name, start, values[before : before + count] if name != REWARD else values[at:][:count])
 
 
 def column_of(column: Column) -> Jagged | torch.Tensor:

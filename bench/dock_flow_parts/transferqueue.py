@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,19 +33,24 @@ class Queue:
         tq.init(OmegaConf.create(settings))
         self._client = tq.get_client()
         self._round = 0
-        self._meta: dict[str, object] = {}
+        self._taken: dict[str, tuple[int, Any]] = {}
 
     def put(self, stage: str, start: int, stop: int, columns: Mapping[str, Column]) -> None:
         data = TensorDict({name: column_of(column) for name, column in columns.items()}, batch_size=stop - start)
         if stage == "rollout":
             self._client.put(data, partition_id=f"round{self._round}")
         else:
-            self._client.put(data, metadata=self._meta.pop(stage))
+            self._client.put(data, metadata=self._taken[stage][1])
 
-    def get(self, stage: str, start: int, stop: int, names: Sequence[str]) -> Mapping[str, np.ndarray]:
+    def take(self, stage: str, start: int, stop: int, names: Sequence[str]) -> None:
         partition = f"round{self._round}"
         meta = self._client.get_meta(list(names), stop - start, partition, mode="fetch", task_name=stage)
-        self._meta[stage] = meta
+        self._taken[stage] = start, meta
+
+    def get(self, stage: str, start: int, stop: int, names: Sequence[str]) -> Mapping[str, np.ndarray]:
+        first, meta = self._taken[stage]
+        if stop - start < meta.size:
+            meta = meta.select_samples(list(range(start - first, stop - first)))
         data = self._client.get_data(meta)
         return {name: values_of(data[name]) for name in names}
 

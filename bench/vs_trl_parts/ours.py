@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from docklands.config.load import make_config, resolved_yaml  # noqa: E402
 from docklands.config.schema import Config  # noqa: E402
 from docklands.core.batch import Batch  # noqa: E402
+from docklands.core.fields import GROUP_ID  # noqa: E402
 from docklands.core.protocols import Generation, Request  # noqa: E402
 from docklands.obs.rundir import RunDir  # noqa: E402
 from docklands.obs.sinks import JsonlSink, Sinks  # noqa: E402
@@ -45,11 +46,14 @@ class PromptsInTurn:
         self._prompts, self._per_step, self._turns = prompts, per_step, turns
         self._given = 0
 
-    def next_group(self) -> Batch | None:
-        if self._given % self._per_step == 0:
+    def next_groups(self, most: int) -> Batch | None:
+        within = self._given % self._per_step
+        if within == 0:
             self._turns.next()
-        self._given += 1
-        return self._prompts.next_group()
+        groups = self._prompts.next_groups(min(most, self._per_step - within))
+        if groups is not None:
+            self._given += len(set(groups[GROUP_ID].tolist()))
+        return groups
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._prompts, name)

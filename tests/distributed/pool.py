@@ -7,7 +7,6 @@ that pickles. Every case has a deadline: processes that pass it are killed, and 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import multiprocessing.connection
 import os
 import tempfile
@@ -19,14 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PRELOAD = [
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "docklands.train",
-    "docklands.kernels.compiled_rows",
-    "tests.distributed.cases",
-]
+from tests.forks import CONTEXT
 
 
 class CaseFailed(AssertionError):
@@ -69,17 +61,15 @@ class Pool:
     """Up to as many processes as the largest case needs."""
 
     def __init__(self) -> None:
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOAD)
         self._workers: list[tuple[Any, Connection]] = []
         self.folder = Path(tempfile.mkdtemp(prefix="docklands-pool-"))
         self._cases = 0
 
-    def run(self, world: int, function: Callable[..., Any], *args: Any, deadline: float = 60.0) -> list[Any]:
+    def run(self, world: int, function: Callable[..., Any], *args: Any, deadline: float = 180.0) -> list[Any]:
         """function(*args) on `world` ranks; their results by rank. CaseFailed names the ranks that raised or hang."""
         while len(self._workers) < world:
-            ours, theirs = self.context.Pipe()
-            process = self.context.Process(target=serve, args=(theirs,), daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

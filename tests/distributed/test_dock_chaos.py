@@ -24,7 +24,7 @@ from tests.dock_processes import client, launcher, run_stage, stats_at_rest, tak
 
 RUNS = int(os.environ.get("DOCKLANDS_CHAOS_RUNS", "4"))
 GROUPS, STEP = 128, 8
-RUN_S = 60.0
+RUN_S = 240.0
 
 
 def filtered(stage: str, rows: Any) -> dict[int, str]:
@@ -82,7 +82,7 @@ class Job:
         self.over = False
         deaths = asyncio.ensure_future(self.deaths(victims if number < RUNS - 1 else ["everything"]))
         for index in range(number * GROUPS, (number + 1) * GROUPS):
-            assert await driver.slot()
+            assert await driver.slots()
             await driver.admit(group(index))
         want = expected(number)
         while sum(self.trained[row] for row in want) < len(want):

@@ -53,7 +53,7 @@ async def disturbed(made: Launcher, seed: int, victims: list[str], kills: int) -
 
     async with client(made, "driver") as driver, client(made, "worker") as worker:
         killer = asyncio.ensure_future(kill())
-        await asyncio.wait_for(flow([driver, worker], GROUPS, filtered, events), 60.0)
+        await asyncio.wait_for(flow([driver, worker], GROUPS, filtered, events), 240.0)
         killer.cancel()
         await asyncio.gather(killer, return_exceptions=True)
         stats = await stats_at_rest(driver)
@@ -139,7 +139,7 @@ def test_lines_that_are_cut_and_healed_lose_nothing(tmp_path: Path) -> None:
 
         async with client(made, "driver") as driver, worker:
             cutter = asyncio.ensure_future(cut())
-            await asyncio.wait_for(flow([driver, worker], GROUPS, filtered, events), 60.0)
+            await asyncio.wait_for(flow([driver, worker], GROUPS, filtered, events), 240.0)
             cutter.cancel()
             assert (await driver.stats())["dock/in_flight"] == 0
         assert sum(wire.cuts for wire in wires) >= 3

@@ -15,6 +15,7 @@ from docklands.dock import Dock
 from docklands.dock.hosted import HostedDock
 from docklands.dock.launch import Launcher
 from docklands.errors import CheckpointError, ConfigError, DockError
+from docklands.fleet.warehouses import Placing, places_of
 from tests.dock_parts import GROUP, PLAIN, REF, REWARD_STAGE, ROLLOUT, group, options, run, written
 from tests.dock_parts import flow as local_flow
 from tests.dock_processes import Event, Forked, client, flow, launcher, stats_at_rest, warm_up
@@ -44,7 +45,7 @@ def test_the_rows_of_a_warehouse_that_leaves_are_moved_while_the_flow_goes_on(tm
 
         async with client(made, "driver") as driver, client(made, "worker") as worker:
             leaving = asyncio.ensure_future(leave())
-            await asyncio.wait_for(flow([driver, worker], GROUPS, seen=events), 60.0)
+            await asyncio.wait_for(flow([driver, worker], GROUPS, seen=events), 240.0)
             await leaving
             stats = await stats_at_rest(driver)
         assert stats["dock/bytes"] == stats["dock/in_flight"] == 0
@@ -63,6 +64,71 @@ def test_the_rows_of_a_warehouse_that_leaves_are_moved_while_the_flow_goes_on(tm
         assert len(made.deaths) == (durability == "wal")
     assert done == (["moved", "killed"] if durability == "wal" else ["moved"])
     for stage in PLAIN.stages:
+        rows = Counter(row for name, ids in events if name == stage.name for row in ids)
+        assert rows == Counter(range(GROUPS * GROUP)), stage.name
+
+
+class Loopback:
+    """Nodes of a cluster, as addresses of this machine."""
+
+    def __init__(self, *up: str) -> None:
+        self.up = set(up)
+        self.stood: list[tuple[str, Forked]] = []
+
+    def living(self) -> set[str]:
+        return self.up
+
+    def start(self, address: str, module: str, options: Any, errors: Path) -> Forked:
+        assert f"//{address}:" in options.endpoint and address in self.up
+        self.stood.append((address, Forked(module, options, errors)))
+        return self.stood[-1][1]
+
+    def die(self, address: str) -> None:
+        self.up.discard(address)
+        for at, child in self.stood:
+            if at == address:
+                child.kill()
+
+    def close(self) -> None:
+        self.up.clear()
+
+
+@pytest.mark.parametrize("durability", ["none", "wal", "replica"])
+def test_the_warehouse_of_a_node_that_dies_goes_on_on_another(tmp_path: Path, durability: Any) -> None:
+    """Its rows are made anew, replayed, or served by the copy on another node; everybody finds it there."""
+    cluster, driver_at, (here, there) = Loopback("127.0.0.2", "127.0.0.3"), "127.0.0.1", ("127.0.0.2", "127.0.0.3")
+    placing = Placing(([here, there], []), driver_at, Forked, lambda: cluster)
+
+    async def main(made: Launcher) -> list[Event]:
+        events: list[Event] = []
+
+        async def power_cut() -> None:
+            while len(events) < 40:
+                await asyncio.sleep(0.005)
+            cluster.die(there)
+
+        async with client(made, "driver") as driver, client(made, "worker") as worker:
+            driver.beside = lambda groups: places_of(groups, [there, here], driver.addresses())
+            assert driver.addresses() == [here, there] and driver.near_to(there) == [1]
+            cutting = asyncio.ensure_future(power_cut())
+            await asyncio.wait_for(flow([driver, worker], GROUPS, seen=events), 240.0)
+            await cutting
+            assert driver.addresses() == worker.addresses() == [here, here]
+            assert driver.near_to(here) == []  # all are: nothing to prefer
+            stats = await stats_at_rest(driver)
+        assert stats["dock/bytes"] == stats["dock/in_flight"] == 0
+        return events
+
+    warm_up()
+    made_options = options(2, warehouses=1, max_staleness=2, groups_per_take=1, deterministic=False)
+    made = launcher(PLAIN, made_options, tmp_path, durability=durability)
+    made.spread(driver_at, 2, placing)
+    with made:
+        first = [at for at, _ in cluster.stood]
+        assert first == ([there, here, here, there] if durability == "replica" else [here, there])
+        events = run(main(made))
+        assert len(made.deaths) == (2 if durability == "replica" else 1)
+    for stage in PLAIN.stages if durability != "none" else [PLAIN["update"]]:
         rows = Counter(row for name, ids in events if name == stage.name for row in ids)
         assert rows == Counter(range(GROUPS * GROUP)), stage.name
 
@@ -145,6 +211,61 @@ def test_a_snapshot_goes_on_with_other_warehouses_and_in_the_other_transport(
     assert Counter(row for stage, ids in events if stage == "ref" for row in ids) == Counter(
         range(2 * GROUP, 4 * GROUP)
     )
+
+
+def test_a_snapshot_waits_until_what_died_meanwhile_is_whole_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody could make rows anew whose prompts are neither in the snapshot nor with the client that restores it."""
+
+    async def first() -> tuple[Any, bytes]:
+        dock = dock_of(1, tmp_path / "first", monkeypatch)
+        await dock.open()
+        try:
+            await half_a_step(dock)
+            for name in ("warehouse 0", "control"):
+                dock.launcher.kill(name)
+            state, (file,) = await dock.save()
+            return state, file.read_bytes()
+        finally:
+            await dock.leave()
+
+    async def second(state: Any, saved: bytes) -> list[Event]:
+        (tmp_path / "dock.0").write_bytes(saved)
+        dock = dock_of(1, tmp_path / "second", monkeypatch)
+        await dock.open()
+        try:
+            await dock.load(state, tmp_path)
+            return await flow([dock], 0)
+        finally:
+            await dock.leave()
+
+    events = run(second(*run(first())))
+    assert Counter(row for stage, ids in events if stage == "update" for row in ids) == Counter(range(4 * GROUP))
+
+
+def test_rows_that_had_left_when_a_snapshot_was_taken_are_passed_over(tmp_path: Path) -> None:
+    """A warehouse writes its file before it has heard that they are free."""
+    made_options = options(2, groups_per_take=1)
+
+    async def first(made: Launcher) -> Any:
+        async with client(made) as dock:
+            for index in range(2):
+                await dock.admit(group(index))
+            await dock.snapshot("early")
+            await dock.drop(await dock.take(ROLLOUT), "bad luck")
+            return await dock.snapshot("late")
+
+    async def second(made: Launcher, state: Any) -> list[int]:
+        async with client(made) as dock:
+            await dock.restore({**state, "file": "early"})
+            return list(dock._prompts)
+
+    with launcher(PLAIN, made_options, tmp_path / "first") as made:
+        state, saved = run(first(made)), (made.folder / "early.0").read_bytes()
+    with launcher(PLAIN, made_options, tmp_path / "second") as made:
+        (made.folder / "early.0").write_bytes(saved)
+        assert run(second(made, state)) == [1]
 
 
 def test_a_snapshot_whose_file_is_missing_is_refused(tmp_path: Path) -> None:

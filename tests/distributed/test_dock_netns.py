@@ -99,7 +99,7 @@ def test_a_flow_across_four_nodes_of_which_one_is_cut_off_and_healed(
             target=work, args=(FILTERED, made_options, made.address, nodes.path(WORKER)), daemon=True
         )
         worker.start()
-        run(asyncio.wait_for(train(made, 24, trained, cut), 90.0))
+        run(asyncio.wait_for(train(made, 24, trained, cut), 240.0))
         worker.join(30.0)
         said = (made.folder / "control.log").read_text()
     assert worker.exitcode == 0 and made.deaths == [] and healing[0].done()

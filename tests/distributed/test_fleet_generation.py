@@ -13,7 +13,7 @@ import pytest
 from docklands.algorithms.stages import ROLLOUT
 from docklands.config.schema import EnvSection, RolloutSection
 from docklands.core.batch import Batch
-from docklands.core.protocols import Rows
+from docklands.core.protocols import Rows, Sampling
 from docklands.dock.rules.options import DockOptions
 from docklands.fleet.generation import ROLE, GenerationShard, GenerationSpec
 from docklands.fleet.host import Setup
@@ -41,7 +41,7 @@ class Held(GenerationShard):
 
         def late(*arguments: Any) -> Batch:
             print("fetching", flush=True)
-            assert self._stop.wait(30)
+            assert self._stop.wait(120)
             return fetch(*arguments)
 
         self.reader.fetch = late  # type: ignore[method-assign]
@@ -85,7 +85,7 @@ def test_an_abort_that_comes_while_rows_are_fetched_is_not_lost(workers: Workers
         outcome = found if method == "run_stage" else found.outcome
         asked.append([sorted(outcome.later), sorted(rows.row_ids.tolist())])  # type: ignore[list-item]
 
-    asyncio.run(asyncio.wait_for(with_rows(workers, tmp_path / "dock", work), 90))
+    asyncio.run(asyncio.wait_for(with_rows(workers, tmp_path / "dock", work), 240))
     assert asked[0][0] == asked[0][1]
 
 
@@ -103,9 +103,13 @@ def test_visits_make_the_samples_of_whole_calls(workers: Workers, tmp_path: Path
             workers.urgent(ROLE, "nudge")
             part = rows.select(np.arange(group * SAMPLES, (group + 1) * SAMPLES))
             ended += workers.call(ROLE, "visit", ROLLOUT, part)[0].ended
+            assert len(ended) < (group + 1) * SAMPLES, "some are under way when held-out prompts come"
+            assert (
+                len(workers.call(ROLE, "rollout", admitted(["46+31="], SAMPLES), Sampling(12), 0)[0].batch) == SAMPLES
+            )
             workers.call(ROLE, "fill")
         nothing = rows.select(np.zeros(0, np.int64))
-        while len(ended) < len(rows):
+        for _ in range(100):
             ended += workers.call(ROLE, "visit", ROLLOUT, nothing)[0].ended
         return sorted(ended) == sorted(rows.row_ids.tolist())
 
@@ -116,4 +120,4 @@ def test_visits_make_the_samples_of_whole_calls(workers: Workers, tmp_path: Path
         for field in first.fields:
             assert [str(row) for row in first[field]] == [str(row) for row in second[field]], field.name
 
-    asyncio.run(asyncio.wait_for(both(), 90))
+    asyncio.run(asyncio.wait_for(both(), 240))

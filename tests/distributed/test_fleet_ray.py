@@ -14,7 +14,7 @@ import ray
 
 from docklands.errors import ConfigError, WorkerLost
 from docklands.fleet.host import Setup
-from docklands.fleet.ray_carrier import RayCarrier, join, taking
+from docklands.fleet.ray_carrier import SESSION, RayCarrier, join, taking
 from docklands.fleet.workers import Workers
 from docklands.parallel import Layout
 from tests.distributed.test_fleet_workers import Sleeper, pids, same_as_alone, until_gone
@@ -58,7 +58,7 @@ def test_two_ranks_on_ray_train_as_one_process(cluster: None, models: Path, tmp_
             await same_as_alone(found, models / name)
 
     try:
-        asyncio.run(asyncio.wait_for(run(), 90))
+        asyncio.run(asyncio.wait_for(run(), 240))
         assert ray.available_resources().get("NPU", 0) == (0 if name == "qwen3_moe" else 2)
     finally:
         workers.close()
@@ -96,5 +96,13 @@ def test_what_does_not_fit_is_refused(cluster: None, tmp_path: Path, monkeypatch
     with pytest.raises(ConfigError, match="no node of this Ray has a resource 'TPU'") as caught:
         made(Layout(), tmp_path / "log", resource="TPU").call("", "stacks")
     assert "it has CPU, NPU" in caught.value.hint
+    monkeypatch.setattr(SESSION, "seen", {"TPU"})  # its node is away, and may come back
+    with pytest.raises(ConfigError, match="no room for 1 workers with one TPU each"):
+        made(Layout(), tmp_path / "log", resource="TPU").call("", "stacks")
+    monkeypatch.setattr("docklands.fleet.workers.START_S", 300.0)
+    workers = made(Layout(), tmp_path / "log", resource="TPU")
+    threading.Timer(0.3, workers.give_up).start()
+    with pytest.raises(WorkerLost, match="have been ended"):
+        workers.call("", "stacks")
     assert taking("GPU") == {"num_cpus": 0, "num_gpus": 1}
     assert join("", 4) == ("", [])  # this process belongs to a Ray already

@@ -120,7 +120,7 @@ class Held(FileTier):
 
     def read(self, key: int, data: torch.Tensor) -> None:
         self.free -= 1
-        assert self.free >= 0 or self.let.wait(20)
+        assert self.free >= 0 or self.let.wait(120)
         super().read(key, data)
 
 

@@ -21,6 +21,7 @@ from docklands.parallel.mesh import Mesh
 from docklands.sync.plan import Options, plan_reshard
 from docklands.sync.reshard import Resharder
 from tests.distributed.pool import Pool
+from tests.forks import CONTEXT
 from tests.reshard_cases import MODELS
 
 METHODS = ("minimal", "allgather_swap", "broadcast")
@@ -162,8 +163,8 @@ def with_a_killed_peer(rank: int, folder: Path) -> None:
         (folder / "said").write_text(f"{error.message}\n{error.hint}")
 
 
-def test_a_killed_receiver_is_named_at_once(pool: Pool, tmp_path: Path) -> None:
-    pair = [pool.context.Process(target=with_a_killed_peer, args=(rank, tmp_path), daemon=True) for rank in (0, 1)]
+def test_a_killed_receiver_is_named_at_once(tmp_path: Path) -> None:
+    pair = [CONTEXT.Process(target=with_a_killed_peer, args=(rank, tmp_path), daemon=True) for rank in (0, 1)]
     for process in pair:
         process.start()
     for process in pair:

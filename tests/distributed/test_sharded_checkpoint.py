@@ -141,7 +141,7 @@ def save_while_training(path: Path, layout: Layout, root: Path) -> list[str]:
     step(engine, 0)
     engine.version = 1
     with ThreadPoolExecutor(1) as thread, recording(SpanRecorder(root / "spans.jsonl", "worker", engine.mesh.rank)):
-        checkpoint.write_marker = lambda *args: (trained.wait(30), marker(*args))[1]  # type: ignore[assignment]
+        checkpoint.write_marker = lambda *args: (trained.wait(120), marker(*args))[1]  # type: ignore[assignment]
         try:
             done = thread.submit(saving(root, 1, engine, copy=True).write)
             for number in (1, 2):
@@ -150,7 +150,7 @@ def save_while_training(path: Path, layout: Layout, root: Path) -> list[str]:
             unfinished = not done.done() and not checkpoint.complete(root)
             dist.barrier()
             trained.set()
-            first = done.result(timeout=30)
+            first = done.result(timeout=120)
         finally:
             checkpoint.write_marker = marker
 
@@ -159,7 +159,7 @@ def save_while_training(path: Path, layout: Layout, root: Path) -> list[str]:
 
         checkpoint.write_marker = full
         try:
-            refused = thread.submit(saving(root, 2, engine, copy=True).write).exception(timeout=30)
+            refused = thread.submit(saving(root, 2, engine, copy=True).write).exception(timeout=120)
         finally:
             checkpoint.write_marker = marker
     return [first.name, str(unfinished), type(refused).__name__, getattr(refused, "message", "")]

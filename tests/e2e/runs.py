@@ -33,7 +33,7 @@ def command(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None
     return [sys.executable, "-m", "docklands.cli.main", *arguments]
 
 
-def docklands(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def docklands(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own."""
     return subprocess.run(
         command(*arguments), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout, check=False

@@ -176,7 +176,7 @@ def test_a_run_is_watched_until_it_is_killed(browser: Browser, tmp_path: Path) -
     folder = tmp_path / "live"
     process = start(*train_arguments("mix6_grpo.yaml", folder, ("run.steps=5000",)))
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 180
         while not (folder / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
         with served(folder) as address:
@@ -186,7 +186,7 @@ def test_a_run_is_watched_until_it_is_killed(browser: Browser, tmp_path: Path) -
             first = browser.value(step)
             browser.until(f"{step} > {first} + 1")
             process.kill()
-            process.wait(10)
+            process.wait(60)
             with open(folder / "metrics.jsonl", "a") as file:
                 file.write('{"metrics": {"actor/entr')
             for path in folder.iterdir():
@@ -197,7 +197,7 @@ def test_a_run_is_watched_until_it_is_killed(browser: Browser, tmp_path: Path) -
         assert "No counts" not in browser.text()
     finally:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
     assert browser.problems == []
 
 
@@ -215,10 +215,10 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(whole: RunDir) -> N
     try:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
-        with urllib.request.urlopen(address, timeout=10) as page:
+        with urllib.request.urlopen(address, timeout=60) as page:
             assert b"<title>Docklands</title>" in page.read()
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from docklands.cli.main import run as cli
+from docklands.errors import WorkerLost
 from docklands.obs.rundir import RunDir
+from docklands.run import session
 from docklands.train import checkpoint
-from tests.e2e.runs import overrides
+from tests.e2e.runs import overrides, run_here
 
 RECIPE = "configs/mix6_grpo.yaml"
 
@@ -68,3 +71,21 @@ def test_a_finished_run_without_a_checkpoint_is_neither_resumed_nor_evaluated(
     assert run.metrics.read_bytes() == before
     assert cli(["eval", str(run.path), "eval.prompts=4"]) == 3
     assert "has no complete checkpoint: the weights that it trained are not there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("saved", ["true", "false"])
+def test_a_process_lost_in_the_last_evaluation_costs_no_evaluation(
+    saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes back to its last checkpoint by itself, and be it the start."""
+    roll_out, lost = session.roll_out, [WorkerLost("worker 1 died")]
+
+    def once(*args: Any) -> Any:
+        if lost:
+            raise lost.pop()
+        return roll_out(*args)
+
+    monkeypatch.setattr(session, "roll_out", once)
+    end = ("run.steps=1", f"checkpoint.at_end={saved}", "eval.prompts=4", "eval.after=true")
+    run = run_here("mix6_grpo.yaml", tmp_path / "run", *end)
+    assert [step for step, _ in run.read_metrics()] == [row["step"] for row in run.read_evals()] == [1] and not lost

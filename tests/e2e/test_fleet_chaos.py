@@ -97,7 +97,7 @@ def test_a_death_at_a_random_moment_changes_no_weight(
         run_here(RECIPE, run.path, *STEPS)
     finally:
         over.set()
-        thread.join(30)
+        thread.join(120)
     assert len(killed) == 1, "the run was over before"
     ours, theirs = weights(undisturbed), weights(run)
     assert ours.keys() == theirs.keys() and all((ours[name] == theirs[name]).all() for name in ours)

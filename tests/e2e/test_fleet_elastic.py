@@ -21,7 +21,7 @@ from docklands.dock.launch import Launcher
 from docklands.errors import ConfigError
 from docklands.fleet import replicas
 from docklands.fleet.publishing import Member, Party
-from docklands.fleet.replicas import Replicas
+from docklands.fleet.replicas import Replica, Replicas
 from docklands.obs.metrics import Metrics
 from docklands.obs.rundir import RunDir
 from docklands.obs.spans import read_spans
@@ -35,6 +35,13 @@ from tests.e2e.test_dock_in_processes import lines, until, weights
 RECIPE = "mix6_grpo.yaml"
 APART = ("rollout.samples_per_prompt=8", "fleet.placement=disaggregated")
 SILENT_S = 5
+EVALUATE = (
+    "eval.prompts=6",
+    "eval.samples_per_prompt=2",
+    "eval.temperature=1.0",
+    "eval.every_steps=2",
+    "eval.after=true",
+)
 STEPS = ("run.steps=8", *APART)
 
 
@@ -58,7 +65,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """One generator."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hosted, "Launcher", lambda *arguments: Launcher(*arguments, spawn=Forked))
-        return run_here(RECIPE, tmp_path_factory.mktemp("calm") / "run", *STEPS, "rollout.layout.dp=1")
+        return run_here(RECIPE, tmp_path_factory.mktemp("calm") / "run", *STEPS, *EVALUATE, "rollout.layout.dp=1")
 
 
 def disturbed(run: RunDir, disturb: Callable[[], None], *more: str) -> str:
@@ -74,7 +81,7 @@ def disturbed(run: RunDir, disturb: Callable[[], None], *more: str) -> str:
     thread = threading.Thread(target=work)
     thread.start()
     run_here(RECIPE, run.path, *STEPS, *more)
-    thread.join(60)
+    thread.join(120)
     assert not errors, errors
     return (run.log / "driver.0.log").read_text()
 
@@ -123,13 +130,25 @@ def samples(run: RunDir) -> list[str]:
 def test_generators_join_and_leave_and_the_samples_are_the_same(
     undisturbed: RunDir, made: list[Replicas], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One generator, then four, then two: `docklands fleet scale`. Newcomers have the version of the moment."""
+    """One generator, then four, then two: `docklands fleet scale`. Newcomers have the version of the moment.
+
+    Some die at held-out prompts, the only one, one of four, and both after the last step: evaluations are those of the
+    undisturbed run, too.
+    """
     run, after_step, seen = RunDir(tmp_path / "run"), Run.after_step, list[int]()
+    call, doomed = Replica.call, {(2, 0), (4, 3), (8, 0), (8, 1)}
+
+    def deadly(self: Replica, method: str, *args: Any) -> list[Any]:
+        moment = made[0].version, self.number
+        if method == "rollout" and moment in doomed:
+            doomed.remove(moment)
+            os.kill(pid_of(made[0], self.number), signal.SIGKILL)
+        return call(self, method, *args)
 
     async def scale(wanted: int) -> None:
         assert command(["fleet", "scale", str(run.path), str(wanted)]) == 0
         members = made[0].members
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(240):
             while len(members) != wanted or not all(replica.holds.is_set() for replica in members.values()):
                 await asyncio.sleep(0.02)
         seen.append(len(members))
@@ -140,8 +159,12 @@ def test_generators_join_and_leave_and_the_samples_are_the_same(
             await scale(4 if step == 1 else 2)
 
     monkeypatch.setattr(Run, "after_step", scaled)
-    run_here(RECIPE, run.path, *STEPS, "rollout.layout.dp=1", "sync.probe_every=3")
-    assert seen == [4, 2] and len(made) == 1
+    monkeypatch.setattr(Replica, "call", deadly)
+    run_here(RECIPE, run.path, *STEPS, *EVALUATE, "rollout.layout.dp=1", "sync.probe_every=3", "fleet.max_restarts=9")
+    assert seen == [4, 2] and len(made) == 1 and not doomed
+    assert sum(m.get("fleet/restarts", 0) for m in metrics(run)) == 2
+    assert (run.log / "driver.0.log").read_text().count("is started again, the others go on") == 4
+    assert [row["step"] for row in run.read_evals()] == [2, 4, 6, 8] and run.read_evals() == undisturbed.read_evals()
     assert [m["fleet/replicas"] for m in metrics(run)] == [1, 1, 4, 4, 4, 2, 2, 2]
     same_end(run, undisturbed)
     assert samples(run) == samples(undisturbed)

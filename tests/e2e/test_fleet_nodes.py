@@ -53,7 +53,7 @@ class Machines:
         """Whether Ray counts so many nodes."""
         code = "import ray, sys; ray.init(address=sys.argv[1]); print(sum(node['Alive'] for node in ray.nodes()))"
         asked = self.on_head([sys.executable, "-c", code, self.address])
-        said = asked.communicate(timeout=60)[0]
+        said = asked.communicate(timeout=120)[0]
         return asked.returncode == 0 and int(said.split()[-1]) == count
 
     def kill(self, node: int) -> None:
@@ -106,4 +106,9 @@ def test_a_run_over_two_nodes_of_which_one_dies_and_comes_back(machines: Machine
     assert len(placed) == 2 and "started again from the last checkpoint" in log
     for line in placed:
         assert all(f"on {machines.nodes.address(node)}" in line for node in (0, 1))
+    stood = [line for line in log.splitlines() if "warehouses stand at" in line]
+    assert len(stood) == 2
+    for line in stood:
+        assert all(f"{place} {machines.nodes.address(place)}:" in line for place in (0, 1))
+    assert [row["dock/generated_near"] >= 0.9 for _, row in run.read_metrics()] == [True] * 12
     same_run(alone, run)

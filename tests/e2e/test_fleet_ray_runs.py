@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from docklands.errors import ConfigError, WorkerLost
 from docklands.fleet import ray_carrier
 from docklands.obs.rundir import RunDir
+from docklands.train import checkpoint
 from tests.e2e.runs import run_here
 from tests.e2e.test_dock_in_processes import same_run
 from tests.e2e.test_fleet_runs import RECIPE, SPREAD, forked
@@ -49,8 +51,8 @@ def test_a_run_on_ray_is_the_same_run(tmp_path: Path) -> None:
         run_here(RECIPE, tmp_path / "nowhere", "fleet.ray_address=127.0.0.1:1", *RAY)
 
 
-def test_nothing_is_left_after_kill_9_of_a_driver_that_started_ray(tmp_path: Path) -> None:
-    """Not a process, and not a socket of Ray's either."""
+def test_nothing_is_left_after_ctrl_c_or_kill_9_of_a_driver_that_started_ray(tmp_path: Path) -> None:
+    """Not a process, and not a socket of Ray's either; after Ctrl-C, which Ray's processes get too, a checkpoint."""
     fleet = Fleet(RECIPE, RunDir(tmp_path / "run"), [*RAY, "run.steps=4000"])
     try:
         fleet.start()
@@ -59,8 +61,16 @@ def test_nothing_is_left_after_kill_9_of_a_driver_that_started_ray(tmp_path: Pat
         names = fleet.members().keys()
         assert {"raylet 0", "gcs_server 0", "trainer 1"} <= names and "trainer 2" not in names
         assert any(name.endswith("plasma_store") for name in fleet.sockets)
+        os.killpg(fleet.process.pid, signal.SIGINT)
+        assert fleet.wait(180) == 130, fleet.said
+        assert not fleet.left()
+        steps = fleet.steps
+        assert checkpoint.latest(fleet.run.checkpoints) == fleet.run.checkpoints / f"step_{steps:06d}"
+        fleet.start(resume=True)
+        assert until(lambda: fleet.steps > steps, 240), fleet.said
+        fleet.note()
         fleet.process.kill()
-        assert fleet.wait(60) == -signal.SIGKILL
+        assert fleet.wait(180) == -signal.SIGKILL
         left = fleet.left()
     finally:
         fleet.kill()
@@ -78,4 +88,4 @@ def test_a_ray_that_does_not_start_leaves_nothing_and_may_be_tried_again(monkeyp
     monkeypatch.setattr(ray_carrier.ray, "init", slow)
     with pytest.raises(WorkerLost, match="no Ray could be started here: The current node timed out during startup"):
         ray_carrier.Session().enter(object(), "local", 1)
-    assert begun[0].wait(10) == -signal.SIGKILL
+    assert begun[0].wait(60) == -signal.SIGKILL

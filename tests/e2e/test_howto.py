@@ -20,7 +20,7 @@ def test_the_files_of_the_howto_train(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content.replace("assets/", f"{ROOT}/assets/"), encoding="utf-8")
     for arguments in (["config", "check", "recipe.yaml"], ["train", "recipe.yaml", "run.threads=1"]):
         done = subprocess.run(
-            command(*arguments), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
+            command(*arguments), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
         )
         assert done.returncode == 0, done.stderr
     steps = RunDir(tmp_path / "runs" / "mine").read_metrics()

@@ -58,7 +58,7 @@ def test_it_goes_on_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return result
 
     async def until(reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             while not reached():
                 await asyncio.sleep(0)
 

@@ -21,6 +21,7 @@ from docklands.obs.metrics import Metrics
 from docklands.obs.rundir import RunDir
 from docklands.obs.sinks import strip_times
 from docklands.rollout import NativeEngine
+from docklands.run import session
 from docklands.run.session import Run
 from docklands.train import checkpoint
 from docklands.train.engine import TrainEngine
@@ -29,7 +30,7 @@ from tests.e2e.runs import ROOT, docklands, overrides, run_here, start, train_ar
 pytestmark = pytest.mark.slow
 
 
-def wait_for_checkpoint(run: RunDir, step: int, seconds: float = 90) -> None:
+def wait_for_checkpoint(run: RunDir, step: int, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         path = checkpoint.latest(run.checkpoints) if run.checkpoints.is_dir() else None
@@ -47,7 +48,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(120)
 
 
 def flow_of(run: RunDir, step: int) -> dict:
@@ -102,12 +103,12 @@ def test_pitfall_24_kill_and_resume_is_bitwise(recipe: str, tmp_path: Path) -> N
 def test_ctrl_c_saves_a_clean_checkpoint_and_exits_130(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     with started(*train_arguments("mix6_grpo.yaml", run.path, ["run.steps=4000"])) as process:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240
         while not (run.metrics.exists() and run.metrics.read_text().count("\n") >= 2):
             assert time.monotonic() < deadline, "the run did not start"
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        assert process.wait(180) == 130
     path = checkpoint.latest(run.checkpoints)
     assert path is not None
     steps = [step for step, _ in run.read_metrics()]
@@ -128,7 +129,7 @@ def test_ctrl_c_in_an_update_begins_no_rollout(tmp_path: Path, monkeypatch: pyte
     def interrupted(engine: TrainEngine, *args: Any) -> Any:
         if not runs[0].stop_asked:
             os.kill(os.getpid(), signal.SIGINT)
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while not runs[0].stop_asked:
                 assert time.monotonic() < deadline, "the signal was not heard"
                 time.sleep(0.002)
@@ -148,6 +149,37 @@ def test_ctrl_c_in_an_update_begins_no_rollout(tmp_path: Path, monkeypatch: pyte
     monkeypatch.undo()
     assert cli(["train", str(ROOT / "configs/mix6_grpo.yaml"), *more, "--resume"]) == 0
     assert [step for step, _ in run.read_metrics()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("end", ["steps", "prompts"])
+def test_ctrl_c_in_the_last_evaluation_records_none_and_a_resume_makes_it(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, runs, measure, roll_out = tmp_path / "rows.jsonl", list[Run](), Run.measure, session.roll_out
+    rows.write_text("".join(json.dumps({"prompt": f"{i}{i}30="}) + "\n" for i in range(4)))
+    more = overrides(tmp_path / "run", "eval.prompts=4", "eval.after=true", "checkpoint.at_end=false")
+    more += ["run.steps=1"] if end == "steps" else [f"data.source={rows}", "data.epochs=1", "eval.source=task:mix6"]
+
+    async def seen(run: Run, *args: Any) -> Any:
+        runs.append(run)
+        return await measure(run, *args)
+
+    def interrupted(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        deadline = time.monotonic() + 120
+        while not runs[0].stop_asked:
+            assert time.monotonic() < deadline, "the signal was not heard"
+            time.sleep(0.002)
+        return roll_out(*args)
+
+    monkeypatch.setattr(Run, "measure", seen)
+    monkeypatch.setattr(session, "roll_out", interrupted)
+    assert cli(["train", str(ROOT / "configs/mix6_grpo.yaml"), *more]) == 130
+    run = RunDir(tmp_path / "run")
+    assert [step for step, _ in run.read_metrics()] == [1] and not run.read_evals()
+    monkeypatch.undo()
+    assert cli(["train", str(ROOT / "configs/mix6_grpo.yaml"), *more, "--resume"]) == 0
+    assert [step for step, _ in run.read_metrics()] == [1] and [row["step"] for row in run.read_evals()] == [1]
 
 
 def test_pitfall_23_resume_at_the_epoch_boundary(tmp_path: Path) -> None:

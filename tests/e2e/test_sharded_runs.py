@@ -7,7 +7,6 @@ import json
 import pickle
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,11 @@ from docklands.obs.spans import read_spans
 from docklands.run.main import export_run
 from docklands.train import checkpoint, sharded_checkpoint
 from tests.dock_processes import Forked
-from tests.e2e.runs import ROOT, command, environment, run_here, train_arguments
+from tests.e2e.runs import ROOT, environment, run_here, train_arguments
 from tests.e2e.test_disk_full import mounting
 from tests.e2e.test_dock_in_processes import same_run
 from tests.e2e.test_layout import close, metrics
+from tests.fleet_outside import quick
 
 pytestmark = pytest.mark.slow
 
@@ -112,7 +112,7 @@ def test_a_checkpoint_that_cannot_be_begun_is_counted_and_the_run_goes_on(
 
 def cut_in_mid_save(process: Any, run: RunDir, after: int) -> Path:
     """Stop all processes while they write a checkpoint later than `after`, then kill -9 them; -> what is left of it."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         assert process.poll() is None, process.stdout.read()
         for path in run.checkpoints.glob(".writing-step_*"):
@@ -122,7 +122,7 @@ def cut_in_mid_save(process: Any, run: RunDir, after: int) -> Path:
             send(everyone, signal.SIGSTOP)
             if path.is_dir() and not (path / checkpoint.MARKER).exists():
                 send(everyone, signal.SIGKILL)
-                assert not psutil.wait_procs(everyone[1:], 30)[1]
+                assert not psutil.wait_procs(everyone[1:], 120)[1]
                 return path
             send(everyone, signal.SIGCONT)
         time.sleep(0.001)
@@ -138,7 +138,7 @@ def send(processes: list[psutil.Process], number: signal.Signals) -> None:
 @pytest.mark.timeout(300)
 def test_pitfall_25_kill_9_in_the_middle_of_a_save_is_resumed_to_the_bit(tmp_path: Path) -> None:
     run, more = RunDir(tmp_path / "run"), [*SPREAD, "checkpoint.every_steps=1", "checkpoint.keep=9"]
-    arguments = command(*train_arguments(RECIPE, run.path, [*more, "run.steps=4000"]))
+    arguments = quick(*train_arguments(RECIPE, run.path, [*more, "run.steps=4000"]))
     with subprocess.Popen(
         arguments, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -174,7 +174,7 @@ ls -A "$where/checkpoints"
 def test_a_disk_that_is_full_for_checkpoints_is_counted_told_and_costs_nothing(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     more = [*SPREAD, "run.steps=4", "checkpoint.every_steps=1", "checkpoint.keep=9"]
-    train = [sys.executable, "-m", "docklands.cli.main", *train_arguments(RECIPE, run.path, more)]
+    train = quick(*train_arguments(RECIPE, run.path, more))
     done = mounting(SCRIPT, str(run.path), *train)
     first, second = done.stdout.partition("first: ")[2].partition("second: ")[::2]
     code, *left = first.splitlines()[:2]

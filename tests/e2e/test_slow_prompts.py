@@ -64,7 +64,7 @@ async def fleet_run(overtake: int) -> list[Trained]:
 
     async def admit() -> None:
         for group in prompts(count):
-            if await dock.slot():
+            if await dock.slots():
                 await dock.admit(group)
 
     admitting, serving = asyncio.ensure_future(admit()), asyncio.ensure_future(role.serve(ROLLOUT, None))

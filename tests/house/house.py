@@ -18,7 +18,7 @@ def files(*suffixes: str) -> tuple[Path, ...]:
         cwd=ROOT,
         capture_output=True,
         check=True,
-        timeout=30,
+        timeout=120,
     )
     paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
     return tuple(sorted(p for p in paths if p.is_file() and (not suffixes or p.suffix in suffixes)))

@@ -28,7 +28,7 @@ from vs_trl_parts.turns import Side  # noqa: E402
 def run_script(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "DOCKLANDS_PEER_PYTHON"}
     command = [sys.executable, str(script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

@@ -100,7 +100,7 @@ def test_floors() -> None:
     """import-linter: imports go down only, siblings never meet, config and obs import no torch."""
     command = "from importlinter.cli import lint_imports_command as run; run()"
     done = subprocess.run(
-        [sys.executable, "-c", command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 kept, 0 broken" in done.stdout
@@ -115,7 +115,7 @@ def test_help_imports_nothing_heavy_and_answers_at_once() -> None:
     )
     seconds = []
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=True)
         result, heavy, spent = re.fullmatch(r"(\d+) (\[.*\]) ([\d.]+)", done.stdout.splitlines()[-1]).groups()  # type: ignore[union-attr]
         assert (result, heavy) == ("0", "[]")
         seconds.append(float(spent))
@@ -128,7 +128,7 @@ def test_config_commands_import_no_torch(tmp_path: Path) -> None:
         "import sys; from docklands.cli.main import run\n"
         f"code = run(['config', 'show', {str(tmp_path / 'c.yaml')!r}]); sys.exit(code or 'torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=180, check=True)
 
 
 IMPORT_NAMES = {

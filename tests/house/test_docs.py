@@ -97,7 +97,7 @@ README = [(page, words) for page in MARKDOWN for words in commands(page)]
 
 @pytest.mark.parametrize("words", [w for _, w in README if w[0] == "make"], ids=" ".join)
 def test_make_targets_of_the_pages_exist(words: list[str]) -> None:
-    done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
 
 

@@ -170,7 +170,7 @@ class DockMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight() < self.window)
     @rule()
     def admit(self):
-        assert self.run(self.dock.slot())
+        assert self.run(self.dock.slots())
         index, self.next_group = self.next_group, self.next_group + 1
         self.run(self.dock.admit(group(index)))
         self.groups.append(index)
@@ -184,7 +184,7 @@ class DockMachine(RuleBasedStateMachine):
         """The same ids change nothing, and a full window is a wait."""
         self.run(self.dock.admit(group(self.groups[-1])))
         if self.in_flight() >= self.window:
-            self.must_wait(self.dock.slot())
+            self.must_wait(self.dock.slots())
             self.must_wait(self.dock.admit(group(self.next_group)))
 
     def must_wait(self, call) -> None:

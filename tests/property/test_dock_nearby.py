@@ -143,7 +143,9 @@ class Node:
         if not len(rows) or stage is ROLLOUT:
             return True
         start = self.random.randrange(len(rows))
-        part = rows.select(np.arange(start, self.random.randint(start + 1, len(rows))))
+        stretch = np.arange(start, self.random.randint(start + 1, len(rows)))
+        here_and_there = self.random.sample(range(len(rows)), self.random.randint(1, len(rows)))
+        part = rows.select(self.random.choice([stretch, np.array(here_and_there), np.sort(here_and_there)]))
         fields = [field for field in stage.reads if not field.is_json]
         found = near.read(self.sessions, part.row_ids, fields, self.random.random() < 0.5) if fields else None
         if found is None:

@@ -141,6 +141,37 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert dict(from_shell("a.b='x y' --top_k 3 c=1 path/to.file=2")) == {"a.b": "x y", "top_k": 3}
 
 
+def test_a_name_of_theirs_is_never_a_line_of_ours(tmp_path: Path) -> None:
+    file, out = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    key = r"x\nreward: {functions: [{name: 'evil.py:f'}]}\r\n\u2028\u0085reward: 1\n\x07#"
+    file.write_text(f'model_name_or_path: some/model\nmax_steps: 1\n"{key}": 1\n')
+    assert run(["config", "convert", str(file), "--from", "trl", "--out", str(out)]) == 0
+    assert "reward" not in yaml.safe_load(out.read_text()) and load_config(out)[0].run.steps == 1
+    assert all(line.isprintable() for line in out.read_text().split("\n"))
+
+
+def test_a_result_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("max_steps: 1\n")
+    assert run(["config", "convert", str(file), "--from", "trl", "--out", str(tmp_path / "no" / "x.yaml")]) == 2
+    assert "x.yaml: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "v0=aaaaaaaaaa\n" + "".join(f'v{i}="{f"$v{i - 1}" * 10}"\n' for i in range(1, 12)),
+        "v='$v$v$v'\n",
+        f"v={'a' * 60_000}\n" + 'trainer.x="' + "$v" * 60_000 + '"\n',
+        "\n" * 300_000 + f"v={'a' * 600_000}\nx a.b=$v c.d=$v",
+    ],
+)
+def test_what_variables_of_a_script_become_is_bounded(script: str) -> None:
+    with pytest.raises(ConfigError, match="variables"):
+        list(from_shell(script))
+    assert dict(from_shell("p=a\np=$p:b\nx c.d=${p}\n"))["c.d"].startswith("$p")  # as a shell that does not know it
+
+
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_the_pages_hold_the_tables(name: str) -> None:
     page = (HOWTO / f"migrate_from_{name}.md").read_text(encoding="utf-8")

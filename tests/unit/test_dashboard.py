@@ -54,7 +54,7 @@ def test_how_a_run_stands(run: RunDir, tmp_path: Path) -> None:
 
 def test_a_poll_of_many_runs_reads_what_it_has_time_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [RunReader(build(tmp_path / f"run{i}").path, again_s=0.0) for i in range(3)]
-    client = Client(Dashboard(runs, None))
+    client = Client(Dashboard(runs, {"localhost"}))
     monkeypatch.setattr(server, "POLL_S", 0.0)
     assert [(r["step"], r["unread_bytes"] > 0) for r in client.get("/api/state").json["runs"]] == [(0, True)] * 3
     monkeypatch.setattr(server, "POLL_S", 60.0)
@@ -107,7 +107,7 @@ def test_a_graph_that_is_none_counts_as_missing(stages: object, run: RunDir) -> 
 
 def test_every_file_may_be_garbage(run: RunDir) -> None:
     rng = random.Random(3)
-    client = Client(Dashboard([reader(run)], None))
+    client = Client(Dashboard([reader(run)], {"localhost"}))
     names = (run.metrics, run.spans, run.flow, run.evals, run.graph, run.env, run.config, run.sample_file(4))
     junk = [
         b"\xff\xfe\x00",
@@ -127,6 +127,7 @@ def test_every_file_may_be_garbage(run: RunDir) -> None:
 
 # --- over HTTP -----------------------------------------------------------------------------------------------------
 
+POLICY = "Content-Security-Policy"
 VIEWS = ("metrics", "series?name=a", "graph", "timeline", "samples", "memory", "config", "logs")
 
 
@@ -207,7 +208,23 @@ def test_another_name_than_the_servers_is_refused(client: Client) -> None:
         assert client.get("/api/state", headers={"Host": host}).status_code in (400, 403), host
     for host in ("127.0.0.1:1234", "LOCALHOST", "localhost:80"):
         assert client.get("/api/state", headers={"Host": host}).status_code == 200, host
-    assert names_of("0.0.0.0") is None and names_of("10.0.0.1") == {"10.0.0.1"} and "[::1]" in (names_of("::1") or ())
+
+
+def test_listening_everywhere_is_no_leave_for_every_name(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page elsewhere can make a name of its own lead here, but not an address, nor this machine's own name."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "Box.lan")
+    everywhere = Client(Dashboard([reader(run)], names_of("0.0.0.0")))
+    for host in ("evil.example", "evil.example:80", "10.0.0.1.evil.example", "0x7f.1", "", "[evil.example]", "[::1"):
+        assert everywhere.get("/api/state", headers={"Host": host}).status_code in (400, 403), host
+    for host in ("10.0.0.1:80", "[fd00::1]:80", "[::1]", "localhost:1", "box.lan:80", "BOX"):
+        assert everywhere.get("/api/state", headers={"Host": host}).status_code == 200, host
+    assert "trainer.lan" in names_of("Trainer.lan") and "" not in names_of("")
+
+
+def test_an_answer_that_cannot_be_made_has_the_headers_too(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunReader, "logs", lambda self: float("nan"))
+    answer = client.get("/api/runs/0/logs")
+    assert answer.status_code == 500 and answer.json["error"] and "default-src 'none'" in answer.headers[POLICY]
 
 
 def test_the_page_never_makes_markup_of_text_and_fetches_nothing_from_elsewhere() -> None:

@@ -283,6 +283,17 @@ def test_who_waits_for_whom() -> None:
     ]
 
 
+def test_the_maker_of_an_input_is_found_behind_a_thousand_ranks() -> None:
+    """A reward that waits for the rollout, while a thousand others have their turn in between."""
+    others = [span_row("stage/reward", "reward", 2.1 + i / 4000, 0.1, rank=i) for i in range(1, 1001)]
+    rows = [span_row("stage/reward", "reward", 0.0, 0.5), span_row("stage/rollout", "rollout", 0.4, 1.6)]
+    found = waits([*rows, *others, span_row("stage/reward", "reward", 2.5, 0.1)], GRAPH["stages"])
+    assert [(w["rank"], w["start"], w["end"], w["cause"], w["by"]) for w in found] == [
+        (0, 0.5, 2.0, "input", "stage/rollout"),
+        (0, 2.0, 2.5, "rows", ""),
+    ]
+
+
 # --- samples -------------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +315,11 @@ def test_samples_are_bounded_and_of_known_kinds(tmp_path: Path) -> None:
     assert len(found["groups"][0]["prompt"]) < 21_000
     assert first["tokens"] == {"text": ["a", "b", "3"], "all": 3, "rollout": [1, None, None], "versions": [4, 4, 5]}
     assert "reward" not in first and "advantage" not in first
+    json.dumps(found, allow_nan=False)
+    ids = ["NaN", "1e999", "-1e999", '{"a": 1}', "true", "7"]
+    (tmp_path / "step_000002.jsonl").write_text("".join(f'{{"group_id": {i}, "prompt": {i}}}\n' for i in ids))
+    found = read_step(tmp_path, 2)
+    assert [group["id"] for group in found["groups"]] == [None] * 5 + [7]
     json.dumps(found, allow_nan=False)
 
 
@@ -335,7 +351,7 @@ def test_the_flow_log_has_a_line_for_each_change(tmp_path: Path) -> None:
         assert len(looks) == 6, "a look that failed is the last one"
 
     assert not log._path.exists(), "nothing is made before there is something to say"
-    asyncio.run(asyncio.wait_for(watch(), 20))
+    asyncio.run(asyncio.wait_for(watch(), 120))
     log.close()
     rows = [json.loads(line) for line in log._path.read_text().splitlines()]
     assert [row["stages"]["rollout"] for row in rows] == [{"ready": 3, "leased": n} for n in (1, 2, 3)]

@@ -223,7 +223,7 @@ def test_admissions_that_are_not_one_whole_group_are_refused():
         with pytest.raises(DockError, match="4 of its rows are in flight"):
             await dock.admit(good.with_({GROUP_ID: [9] * 4}))
         await dock.end_of_prompts()
-        assert await dock.slot() is False
+        assert await dock.slots() == 0
         with pytest.raises(DockError, match="after the end of prompts"):
             await dock.admit(group(1))
         assert dock.stats()["dock/in_flight"] == 1
@@ -237,7 +237,7 @@ def test_producers_wait_for_room_and_go_on_when_rows_retire():
     async def main():
         need = int((await started(groups=1)).stats()["dock/bytes"])
         dock = await started(groups=1, max_staleness=1, capacity_bytes=need + 120)
-        assert await dock.slot()
+        assert await dock.slots()
         second = asyncio.ensure_future(dock.admit(group(1)))
         for name in ("reward", "ref", "advantage"):
             await work(dock, dock.graph[name], await dock.take(dock.graph[name]))

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import zmq
 from tests.dock_parts import FILTERED, GROUP, PLAIN, options, rows_of
+from tests.dock_talk import A, B, Talk, admitted
 
 from docklands.core.protocols import Rows
 from docklands.dock.control import messages as c
-from docklands.dock.control.desk import GRACE_S, Desk
+from docklands.dock.control.desk import GRACE_S
 from docklands.dock.control.links import Warehouse
 from docklands.dock.control.recover import Journal, align, packed
 from docklands.dock.control.server import ControlOptions, Server
@@ -27,44 +28,6 @@ from docklands.dock.warehouse.messages import Failure
 from docklands.dock.wire.format import CALL, REPLY
 from docklands.dock.wire.net import Connection, Peer, make_keys
 from docklands.errors import CheckpointError, ConfigError
-
-A, B = b"client a", b"client b"
-
-
-class Talk:
-    """A desk whose clock and network are in the test's hands."""
-
-    def __init__(self, **more) -> None:
-        self.now = 100.0
-        self.desk = Desk(Control(PLAIN, options(1, warehouses=1, **more)), 1, lambda: self.now)
-        self.number = 0
-
-    def say(self, client: bytes, message: msgspec.Struct, rows: np.ndarray | None = None, number: int = 0):
-        """The replies of this turn: (client, reply)."""
-        self.number = number or self.number + 1
-        self.desk.call(client, self.number, message, [] if rows is None else [rows.tobytes()])
-        return self.turn()
-
-    def turn(self):
-        self.desk.expire()
-        self.desk.settle()
-        found, self.desk.outbox = self.desk.outbox, []
-        return [(client, reply) for client, _, (reply, _) in found]
-
-    def ready(self, group: int, *columns: str) -> None:
-        told = self.desk.control.flow.told
-        for column in columns:
-            for stage in told[column]:
-                self.desk.control.notice([Notice(stage, rows_of(group), (column,), np.full(GROUP, 3))])
-
-
-def admitted(*groups: int, **more) -> Talk:
-    talk = Talk(**more)
-    talk.say(A, c.Join("a"))
-    for group in groups:
-        talk.say(A, c.Admit([group]), rows_of(group))
-        talk.ready(group, *talk.desk.control.flow.sources)
-    return talk
 
 
 def test_a_take_waits_without_a_reply_and_is_answered_by_the_notice():

@@ -202,7 +202,7 @@ def test_admission_is_bounded_and_idempotent():
         await admit(dock, 0, 3)
         assert dock.stats()["dock/in_flight"] == 4
         fifth = asyncio.ensure_future(dock.admit(group(4)))
-        slot = asyncio.ensure_future(dock.slot())
+        slot = asyncio.ensure_future(dock.slots())
         await asyncio.sleep(0.01)
         assert not fifth.done() and not slot.done()
         await dock.retire(await step(dock))
@@ -217,12 +217,12 @@ def test_no_more_groups_are_admitted_than_will_be_trained():
     async def main():
         dock = Dock(PLAIN, options(2, max_staleness=3, total_groups=4))
         await admit(dock, 0, 1, 2, 3)
-        slot = asyncio.ensure_future(dock.slot())
+        slot = asyncio.ensure_future(dock.slots())
         await dock.retire(await step(dock))
         await asyncio.sleep(0)
         assert not slot.done()
         await dock.retire(await step(dock))
-        assert await slot is False
+        assert await slot == 0
         with pytest.raises(DockClosed, match="nothing is left to take for stage 'update'"):
             await dock.take(UPDATE)
 
@@ -312,6 +312,6 @@ def test_a_group_that_was_trained_in_part_counts_as_trained():
         await dock.drop(rows.select(np.array([2, 3])), "spoilt")
         assert dock.stats()["dock/in_flight"] == dock.stats()["dock/bytes"] == 0
         assert "1 admitted, 1 retired, 0 dropped" in dock.describe()
-        assert await dock.slot() is False
+        assert await dock.slots() == 0
 
     run(main())

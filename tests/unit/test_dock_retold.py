@@ -10,7 +10,7 @@ from tests.dock_parts import GROUP, PLAIN, options, rows_of
 
 from docklands.dock.control import messages as c
 from docklands.dock.control.desk import Desk
-from docklands.dock.control.recover import packed
+from docklands.dock.control.recover import align, packed
 from docklands.dock.rules.control import Control
 from docklands.dock.rules.messages import Notice
 from docklands.dock.rules.table import unique_ids
@@ -23,8 +23,8 @@ A, B = b"client a", b"client b"
 class Talk:
     """A desk without a network."""
 
-    def __init__(self) -> None:
-        self.desk = Desk(Control(PLAIN, options(1)), 1, lambda: 0.0)
+    def __init__(self, prompts: int = 1, **more: Any) -> None:
+        self.desk = Desk(Control(PLAIN, options(prompts, **more)), 1, lambda: 0.0)
 
     def say(self, client: bytes, message: Any, *frames: Any, number: int = 1) -> Any:
         self.desk.call(client, number, message, [np.asarray(frame).tobytes() for frame in frames])
@@ -35,15 +35,19 @@ class Talk:
         found, self.desk.outbox = self.desk.outbox, []
         return [(client, reply) for client, _, (reply, _) in found]
 
+    def ready(self, row_ids: np.ndarray) -> None:
+        """Their source columns are there."""
+        for column in self.desk.control.flow.sources:
+            for stage in self.desk.control.flow.told[column]:
+                self.desk.control.notice([Notice(stage, row_ids, (column,), np.full(len(row_ids), 3))])
+
 
 def admitted() -> Talk:
     """Group 0 waits for its rollout."""
     talk = Talk()
     talk.say(A, c.Join("a"))
     talk.say(A, c.Admit([0]), rows_of(0))
-    for column in talk.desk.control.flow.sources:
-        for stage in talk.desk.control.flow.told[column]:
-            talk.desk.control.notice([Notice(stage, rows_of(0), (column,), np.full(GROUP, 3))])
+    talk.ready(rows_of(0))
     return talk
 
 
@@ -126,3 +130,55 @@ def test_a_row_twice_is_seen_also_where_differences_wrap_around():
     quarter = 1 << 62
     ids = np.array([0, quarter, -2 * quarter, -quarter, 0])
     assert not unique_ids(ids) and unique_ids(ids[1:]) and unique_ids(np.array([-2 * quarter, 0, quarter]))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_group_is_taken_whole_also_when_its_warehouse_has_lost_a_part_of_it(deterministic: bool):
+    """It stood in the queue, whole; then half of it is lost: the other half alone is not handed out."""
+    talk = Talk(deterministic=deterministic)
+    control, first, last = talk.desk.control, rows_of(0)[:2], rows_of(0)[2:]
+    talk.say(A, c.Join("a"))
+    talk.say(A, c.Admit([0]), rows_of(0))
+    talk.ready(first)
+    want = control.want("rollout", 1, None)
+    assert control.look_take("rollout", want, 0.0) is None
+    talk.ready(last)
+    have = {name: np.ones(2, bool) if name in control.flow.sources else np.zeros(2, bool) for name in control.flow.told}
+    lost, _ = align(control, 0, (first, have, np.full(2, 3)), rebuilt=False)
+    assert control.roster.row_id[lost].tolist() == last.tolist()
+    assert control.look_take("rollout", want, 0.0) is None
+    talk.ready(last)
+    rows = control.look_take("rollout", want, 0.0)
+    assert rows is not None and rows.row_ids.tolist() == rows_of(0).tolist()
+
+
+def test_a_rank_that_waits_is_served_when_another_ones_take_comes_with_the_rows():
+    """The rows and the take of rank 0, which divides them, come in one turn: nothing is left but what is set aside."""
+    talk = Talk()
+    talk.say(A, c.Join("a"))
+    talk.say(A, c.Admit([0]), rows_of(0))
+    assert talk.say(B, c.Take("rollout", rank=1, ranks=2)) == []
+    talk.ready(rows_of(0))
+    served = {client: reply.rows for client, reply in talk.say(A, c.Take("rollout", rank=0, ranks=2))}
+    assert served.keys() == {A, B} and sum(served.values()) == GROUP
+
+
+def test_a_take_of_many_groups_is_tried_again_only_when_they_are_there(monkeypatch: pytest.MonkeyPatch):
+    """Also where its reader wants fewer than another one, or where no more groups will come."""
+    talk, tried = Talk(4), []
+    control = talk.desk.control
+    monkeypatch.setattr(control, "look_take", lambda *a, look=control.look_take: (tried.append(a), look(*a))[1])
+    talk.say(A, c.Join("a"))
+    for group in range(4):
+        talk.say(A, c.Admit([group]), rows_of(group))
+    assert talk.say(A, c.Take("rollout", groups=4)) == talk.say(B, c.Take("rollout", groups=3), number=2) == []
+    assert len(tried) == 2
+    for group in range(2):
+        talk.ready(rows_of(group))
+        assert talk.turn() == [] and len(tried) == 2
+    talk.ready(rows_of(2))
+    assert [(client, reply.rows) for client, reply in talk.turn()] == [(B, 3 * GROUP)]
+    talk.ready(rows_of(3))
+    assert talk.turn() == []
+    ended = talk.say(A, c.End(), number=3)
+    assert [reply.rows for _, reply in ended if isinstance(reply, c.Taken)] == [GROUP]

@@ -71,7 +71,7 @@ def test_a_timeout_says_what_is_missing_and_who_has_it():
         await work(dock, REF, await dock.take(REF))
         await dock.take(REWARD_STAGE)
         now[0] = 131.0
-        return str(await raised(TakeTimeout, dock.take(UPDATE))), str(await raised(TakeTimeout, dock.slot()))
+        return str(await raised(TakeTimeout, dock.take(UPDATE))), str(await raised(TakeTimeout, dock.slots()))
 
     take, slot = run(main())
     assert "stage 'update' waited" in take
@@ -106,12 +106,12 @@ def test_close_ends_streams_slots_and_waits_but_lets_readers_finish():
         async def read() -> int:
             return len([rows async for rows in dock.stream(REWARD_STAGE)])
 
-        stream, slot = asyncio.ensure_future(read()), asyncio.ensure_future(dock.slot())
+        stream, slot = asyncio.ensure_future(read()), asyncio.ensure_future(dock.slots())
         take, late = asyncio.ensure_future(dock.take(REF)), asyncio.ensure_future(dock.admit(group(1)))
         await asyncio.sleep(0.01)
         await dock.close()
         assert await stream == 0
-        assert await slot is False
+        assert await slot == 0
         assert await late is None
         with pytest.raises(DockClosed):
             await take
@@ -231,7 +231,7 @@ def test_a_dock_that_closes_between_slot_and_admission_leaves_the_group_with_the
     class Closing:
         counted = 0
 
-        def next_group(self):
+        def next_groups(self, most: int):
             dock._control.closed = True
             return group(0)
 

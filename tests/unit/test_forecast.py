@@ -264,11 +264,19 @@ def test_hardware_files(tmp_path: Path) -> None:
         path.write_text(machine.to_yaml(), encoding="utf-8")
         assert read_hardware(path) == machine == find_hardware(name) == find_hardware(str(path))
         assert {"shares", "host"} <= set(machine.sources)
+    plain = "name: x\nflops: 1\nmemory: 1\ncapacity: 1\n"
     for content, message in (
         ("name: x\n", "missing: flops"),
         ("name: x\nflops: 1\nmemory: 1\ncapacity: 1\nspeed: 3\n", "unknown: speed"),
         ("name: x\nflops: fast\nmemory: 1\ncapacity: 1\n", "flops is 'fast'"),
         ("name: x\nflops: 0\nmemory: 1\ncapacity: 1\n", "flops is 0"),
+        (f"{plain}node: 2.5\n", "node is 2.5"),
+        (f"{plain}server: 0\n", "server is 0"),
+        (f"{plain}forward: 7\n", "forward is 7"),
+        (f"{plain}stream: 50\n", "stream is 50"),
+        ("name: x\nflops: 1\nmemory: 1\ncapacity: 0.1\n", "capacity is 0.1"),
+        ("name: [1]\nflops: 1\nmemory: 1\ncapacity: 1\n", "name is"),
+        (f"{plain}sources: 3\n", "sources is 3"),
     ):
         path.write_text(content)
         with pytest.raises(ConfigError, match=message):

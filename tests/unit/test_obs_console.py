@@ -136,7 +136,7 @@ def test_live_display_in_a_terminal() -> None:
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", "PYTHONUTF8": "1"}
     with subprocess.Popen([sys.executable, "-c", code], stdout=child, stderr=child, stdin=child, env=env) as process:
         os.close(child)
-        raw, deadline = b"", time.monotonic() + 30
+        raw, deadline = b"", time.monotonic() + 120
         while time.monotonic() < deadline:
             if select.select([parent], [], [], 1.0)[0]:
                 try:
@@ -146,7 +146,7 @@ def test_live_display_in_a_terminal() -> None:
                 raw += chunk
             elif process.poll() is not None:
                 break
-        assert process.wait(timeout=30) == 0, raw.decode()
+        assert process.wait(timeout=120) == 0, raw.decode()
     os.close(parent)
     text = raw.decode()
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") >= 1  # cursor hidden, and given back

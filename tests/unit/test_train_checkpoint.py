@@ -84,7 +84,7 @@ def test_pitfall_25_a_kill_at_any_point_of_a_save(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         time.sleep(0.05 + draw.random() * 0.2)
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
         assert process.returncode == -signal.SIGKILL
         path = checkpoint.latest(tmp_path)
         assert path is not None and stored(path) >= newest

@@ -72,6 +72,9 @@ def convert(
     elif out.exists():
         raise ConfigError(f"{out} exists", "choose another name with --out")
     else:
-        out.write_text(text, encoding="utf-8")
+        try:
+            out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{out}: {error.strerror}") from None
     counts = ", ".join(f"{found.count(kind)} {kind}" for kind in KINDS)
     print(f"{found.system.title}: {counts}" + ("" if out is None else f"; wrote {out}"), file=sys.stderr)

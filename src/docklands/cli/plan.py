@@ -76,7 +76,7 @@ def plan(asked: Asked) -> None:
     """
     loaded, _ = read_config(asked.config, asked.overrides)
     from docklands.run.hardware import find_hardware
-    from docklands.run.plan import GIB, generation_layout, model_of, parse_transfer, plan_run, ranks_of
+    from docklands.run.plan import generation_layout, model_of, parse_transfer, plan_run, ranks_of
 
     shape = model_of(loaded, asked.model)
     if asked.calibrate is not None:
@@ -84,7 +84,7 @@ def plan(asked: Asked) -> None:
     machine = find_hardware(asked.hardware) if asked.hardware else None
     target = generation_layout(asked.generation)
     options = parse_transfer(asked.transfer, loaded)
-    given = int(asked.device_gib * GIB) if asked.device_gib > 0 else int(machine.capacity) if machine else 0
+    given = device_bytes(asked.device_gib) or (int(machine.capacity) if machine else 0)
     check_device(loaded, given, target)
     capacity = given or own_capacity(loaded, ranks_of(loaded, shape, target))
     found = plan_run(loaded, shape, target, options, capacity)
@@ -100,6 +100,15 @@ def plan(asked: Asked) -> None:
         print("\n" + forecast(loaded, found, Case(machine, lengths, dropped=asked.dropped)).to_text())
     elif asked.lengths or asked.dropped:
         raise ConfigError("--lengths and --dropped predict time", "name the machine: --hardware h100")
+
+
+def device_bytes(gib: float) -> int:
+    """ConfigError for what is no size of a device."""
+    from docklands.run.plan import GIB
+
+    if gib and not 1 <= gib * GIB <= 1 << 50:  # also nan and inf
+        raise ConfigError(f"--device-gib {gib:g}: no size of a device", "in GiB; 0: --hardware's, else this machine's")
+    return int(gib * GIB)
 
 
 def check_device(config: Config, elsewhere: int, target: Layout | None) -> None:

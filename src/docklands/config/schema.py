@@ -273,7 +273,7 @@ class DockSection(Section):
     durability: Literal["none", "wal", "replica"] = Field(
         default="none", description="when a warehouse process dies: make its rows anew, replay its log, or use its copy"
     )
-    warehouses: Positive = Field(default=1, description="warehouses that hold the bytes")
+    warehouses: NonNegative = Field(default=0, description="holders of the bytes, dealt round nodes; 0: one per node")
     capacity_mib: NonNegative = Field(default=0, description="capacity of one warehouse in MiB; 0: unbounded")
     spill_mib: NonNegative = Field(
         default=0, description="MiB on disk for what does not fit into capacity_mib, before producers wait; 0: none"

@@ -52,6 +52,10 @@ class Field(Generic[T]):
         if any(not isinstance(dim, int) for dim in self.dims[1:]):
             raise TypeError(f"field {self.name}: only the first of dims may be 'T' or '*'")
 
+    def __hash__(self) -> int:
+        """Fields are keys everywhere, and a graph has one of a name."""
+        return hash(self.name)
+
     @property
     def is_token(self) -> bool:
         """One entry per token of TOKEN_IDS."""

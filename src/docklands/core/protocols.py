@@ -34,6 +34,8 @@ class Rows:
     places              warehouse of each row, int32 [B]
     lease               id that acknowledges or returns them; 0: not leased
     lives               int64 [B], how often each row has been lost and made anew; None: none of them
+    homes               for a process that the rows are passed to: all rows of their lease, and where those columns lie
+                        in shared memory, a hint (dock/rules/addresses.py)
     """
 
     row_ids: np.ndarray
@@ -43,12 +45,13 @@ class Rows:
     stage: str = ""
     lease: int = 0
     lives: np.ndarray | None = None
+    homes: tuple[Rows, Mapping[str, list[int]]] | None = field(default=None, compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.row_ids)
 
-    def select(self, index: np.ndarray) -> Rows:
-        """Rows by position; they stay under the same lease."""
+    def select(self, index: np.ndarray | slice) -> Rows:
+        """Rows by position (views, of a slice); they stay under the same lease."""
         ids, groups, lengths, places = (
             self.row_ids[index],
             self.group_ids[index],
@@ -65,7 +68,7 @@ class Rows:
 
     def minibatches(self, samples: int) -> list[Rows]:
         """Consecutive pieces of at most `samples` rows."""
-        return [self.select(np.arange(i, min(i + samples, len(self)))) for i in range(0, len(self), samples)]
+        return [self.select(slice(i, i + samples)) for i in range(0, len(self), samples)]
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class DockClient(Protocol):
 
     async def fetch(self, rows: Rows, fields: Sequence[Field[Any]]) -> Batch: ...
 
-    async def put(self, batch: Batch) -> None: ...
+    async def put(self, batch: Batch, rows: Rows | None = None) -> None: ...
 
 
 class Dock(DockClient, Protocol):
@@ -97,7 +100,7 @@ class Dock(DockClient, Protocol):
 
     async def leave(self) -> None: ...
 
-    async def slot(self) -> bool: ...
+    async def slots(self) -> int: ...
 
     async def admit(self, batch: Batch) -> None: ...
 

@@ -47,8 +47,9 @@ def read_step(folder: Path, wanted: int | None) -> dict[str, Any]:
     groups: dict[str, dict[str, Any]] = {}
     for row in rows:
         prompt = text_of(row.get("prompt", ""))
-        key = str(row["group_id"]) if isinstance(row.get("group_id"), int) else f"?{prompt}"
-        group = groups.setdefault(key, {"id": row.get("group_id"), "prompt": prompt, "rows": []})
+        name = number(row.get("group_id"))
+        key = f"?{prompt}" if name is None else str(name)
+        group = groups.setdefault(key, {"id": name, "prompt": prompt, "rows": []})
         group["rows"].append(sample(row))
     return {
         "step": steps[at],

@@ -8,9 +8,9 @@ GET /api/runs/N/{graph,memory,config,logs}
 GET /api/runs/N/timeline                ?step=S, or ?from=T&to=T (Unix seconds)
 GET /api/runs/N/samples                 ?step=S
 
-A run is named by its number on the command line, so no request can name a path. Requests for another host than the
-server's are refused (a page elsewhere could otherwise read the runs through the visitor's browser by rebinding its
-name), and the page may load nothing but these files.
+A run is named by its number on the command line, so no request can name a path. Requests under a name that is not this
+machine's are refused (a page elsewhere could otherwise read the runs through the visitor's browser by rebinding its own
+name; an address cannot be rebound), and the page may load nothing but these files.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ URLS = Map(
 class Dashboard:
     """The WSGI application.
 
-    hosts  names by which it may be asked, without the port; None: any (it listens on every address)
+    hosts  names by which it may be asked, without the port; addresses are always fine
     """
 
-    def __init__(self, runs: Sequence[RunReader], hosts: Iterable[str] | None) -> None:
+    def __init__(self, runs: Sequence[RunReader], hosts: Iterable[str]) -> None:
         self.runs = list(runs)
-        self._hosts = None if hosts is None else {host.lower() for host in hosts}
+        self._hosts = set(hosts)
         self._files = static_files()
         self._views: dict[str, Callable[[RunReader, Request], Any]] = {
             "metrics": lambda run, _: metrics_of(run),
@@ -99,12 +99,15 @@ class Dashboard:
             response = as_json({"error": error.description or error.name}, error.code or 500)
             if error.code == 405:
                 response.headers["Allow"] = "GET, HEAD"
+        except ValueError as error:  # what JSON cannot say
+            response = as_json({"error": f"no answer can be made: {error}"}, 500)
         for name, value in HEADERS.items():
             response.headers[name] = value
         return response(environ, start_response)
 
     def _answer(self, request: Request) -> Response:
-        if self._hosts is not None and host_name(request.environ.get("HTTP_HOST", "")) not in self._hosts:
+        name = host_name(request.environ.get("HTTP_HOST", ""))
+        if name not in self._hosts and address_of(name) is None:
             raise Forbidden("this dashboard is not asked by that name")
         endpoint, values = URLS.bind_to_environ(request.environ).match()
         if endpoint in ("page", "static"):
@@ -236,21 +239,22 @@ def serve(folders: Sequence[Path], host: str, port: int) -> BaseWSGIServer:
         return make_server(host, port, application, True, request_handler=Handler, fd=listening.fileno())
 
 
-def names_of(host: str) -> set[str] | None:
-    """Names by which a server on `host` may be asked; None when it listens on every address."""
+def names_of(host: str) -> set[str]:
+    """Names by which a server on `host` may be asked: that one and this machine's own. An unasked-for search in the
+    DNS could take long."""
+    own = socket.gethostname()
+    return {name.lower() for name in (host, "localhost", own, own.partition(".")[0]) if name}
+
+
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a host is given as, in brackets or without; None for a name."""
     try:
-        address = ipaddress.ip_address(host)
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
-        return {host, "localhost", "127.0.0.1", "[::1]"} if host == "localhost" else {host}
-    if address.is_unspecified:
         return None
-    own = f"[{host}]" if address.version == 6 else host
-    return {own, "localhost", "127.0.0.1", "[::1]"} if address.is_loopback else {own}
 
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a server on `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    address = address_of(host)
+    return host == "localhost" if address is None else address.is_loopback

@@ -5,7 +5,10 @@ Spans are appended when they end, so their ends rise along the file (from severa
 
 from __future__ import annotations
 
+import math
 import os
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -28,8 +31,9 @@ PAST = 1 << 19
 MOST_SPANS = 4000
 SHORT_S = 1e-3
 """Gaps that are not told."""
+NEVER = (-math.inf, "")
 NEAR = 200
-"""Spans before one that are asked whether it waited for them."""
+"""Spans before one that are asked whether they held its device."""
 
 
 class SpanFile:
@@ -202,6 +206,9 @@ def waits(spans: Sequence[Row], graph: Sequence[Row]) -> list[Row]:
     """
     work = sorted((s for s in spans if stage_of(s)), key=lambda s: s["start"])
     sources = upstream(graph)
+    ends: dict[str, list[tuple[float, str]]] = defaultdict(list)  # of each stage's spans, in order, with their names
+    for span in sorted(work, key=end_of):
+        ends[stage_of(span)].append((end_of(span), span["name"]))
     idle_since: dict[tuple[str, int], float] = {}
     found: list[Row] = []
     for i, span in enumerate(work):
@@ -213,21 +220,29 @@ def waits(spans: Sequence[Row], graph: Sequence[Row]) -> list[Row]:
             continue
         near = work[max(0, i - NEAR) : i]
         others = [s for s in near if end_of(s) > since and s["start"] < start and (s["role"], s["rank"]) != key]
-        makers = sources.get(stage_of(span), set())
+        made = [last_before(ends[stage], start + SHORT_S) for stage in sources.get(stage_of(span), ())]
         place = {"role": span["role"], "rank": span["rank"]}
         found += [
-            {**place, **part} for part in gap(span, since, others, makers) if part["end"] - part["start"] > SHORT_S
+            {**place, **p}
+            for p in gap(span, since, others, max(made, default=NEVER))
+            if p["end"] - p["start"] > SHORT_S
         ]
     return found
 
 
-def gap(span: Row, since: float, others: Sequence[Row], makers: set[str]) -> list[Row]:
-    """The parts of a worker's gap [since, start of the span]: see `waits`. others: spans of other workers in it."""
+def last_before(ends: Sequence[tuple[float, str]], time: float) -> tuple[float, str]:
+    """The last of these ends that is not after a time; NEVER when there is none."""
+    at = bisect_right(ends, time, key=lambda end: end[0])
+    return ends[at - 1] if at else NEVER
+
+
+def gap(span: Row, since: float, others: Sequence[Row], last: tuple[float, str]) -> list[Row]:
+    """The parts of a worker's gap [since, start of the span]: see `waits`. others: spans of other workers in it; last:
+    when its input was there, and by whom."""
     start = span["start"]
     leased = max(since, start - max(0.0, number(span["attributes"].get("waited")) or 0.0))
-    ends = [(end_of(s), s["name"]) for s in others if stage_of(s) in makers and end_of(s) <= start + SHORT_S]
-    made, maker = max(ends, default=(since, ""))
-    made = min(max(made, since), leased)
+    made, maker = last if last[0] > since else (since, "")
+    made = min(made, leased)
     held = max(others, key=lambda s: min(end_of(s), start) - max(s["start"], leased), default=None)
     return [
         {"start": since, "end": made, "cause": "input", "by": maker},

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -42,21 +42,23 @@ class Admissions(Outlook):
 
     _prompts: dict[int, Kept]
     _peers: dict[int, Peer]
+    beside: Callable[[Sequence[int]], Sequence[int]] | None
     _tasks: set[asyncio.Task[None]]
 
-    async def slot(self) -> bool:
-        """See Dock.slot."""
+    async def slots(self) -> int:
+        """See Dock.slots."""
         reply, _ = await self._call(c.Slot())
-        return reply.value
+        return reply.groups
 
     async def admit(self, batch: Batch, place: int | None = None) -> None:
-        """See Dock.admit; several whole groups of one size may enter at once, all or none of them.
+        """See Dock.admit.
 
-        place  the warehouse beside whoever will work on the rows; None: in turn
+        place  the warehouse beside whoever will work on the rows; None: as `beside` says of the groups, or in turn
         """
         batch, groups = checked_groups(self.flow, batch)
         size = len(batch) // len(groups)
-        call = c.Admit(groups, -1 if place is None else place)
+        here = place if place is not None else list(self.beside(groups)) if self.beside else -1
+        call = c.Admit(groups, here)
         reply, _ = await self._call(call, [batch.row_ids.data])
         for group in reply.gone:
             self._prompts.pop(group, None)
@@ -74,6 +76,15 @@ class Admissions(Outlook):
             rows = (here[:, None] * size + np.arange(size)).ravel()
             puts.append(self.warehouses.put(batch.select(rows), where, birth))
         await asyncio.gather(*puts)
+
+    def addresses(self) -> list[str]:
+        """Of the nodes of the warehouses, by place, as far as this client has heard."""
+        return [self._peers[place].endpoint.partition("://")[2].rpartition(":")[0] for place in range(self.places)]
+
+    def near_to(self, address: str) -> list[int]:
+        """Places of the warehouses on the node with this address; none if all are: there is nothing to choose."""
+        here = [place for place, at in enumerate(self.addresses()) if at == address]
+        return here if len(here) < self.places else []
 
     async def end_of_prompts(self) -> None:
         """See Dock.end_of_prompts."""

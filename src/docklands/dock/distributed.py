@@ -55,7 +55,9 @@ class DistributedDock(Readings):
         self._nearby: dict[tuple[str, int], Nearby] = {}
         self._read_here: dict[tuple[str, int], tuple[int, int]] = {}
         self._checked: dict[tuple[Field[Any], ...], str] = {}
+        self._over: set[tuple[str, int]] = set()
         self._prompts: dict[int, Kept] = {}
+        self.beside = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> DistributedDock:
@@ -85,24 +87,6 @@ class DistributedDock(Readings):
 
     # --- stages work -------------------------------------------------------------------------------------------
 
-    async def take(
-        self,
-        stage: Stage,
-        *,
-        groups: int | None = None,
-        max_tokens: int | None = None,
-        rank: int = 0,
-        ranks: int = 0,
-    ) -> Rows:
-        """See Dock.take. The wait is at the control process: one message out, one back."""
-        call = c.Take(stage.name, groups or 0, max_tokens or 0, rank, ranks, homes=self.warehouses.local)
-        rows, homes = await self.control.take(call, self.options.wait_s)
-        if rows.lease:
-            self._taken[rows.stage, rows.lease] = rows
-            if homes:
-                self._nearby[rows.stage, rows.lease] = Nearby(rows, homes)
-        return rows
-
     async def stream(self, stage: Stage, ahead: int = 0, **want: Any) -> AsyncIterator[Rows]:
         """See Dock.stream. ahead: takes that are asked for while the caller is still at work on an earlier one."""
         asked: deque[asyncio.Task[Rows]] = deque()
@@ -123,9 +107,19 @@ class DistributedDock(Readings):
                 if isinstance(ahead_of, Rows) and ahead_of.lease:  # had come already
                     await self.give_back(ahead_of)
 
-    async def put(self, batch: Batch) -> None:
-        """See Dock.put. Rows that left under their reader's hands are passed over and counted."""
-        await self._write(batch, None)
+    async def put(self, batch: Batch, rows: Rows | None = None) -> None:
+        """See Dock.put. Rows that left under their reader's hands are passed over and counted.
+
+        rows  the leased ones that it was made of, all of them done with it: their places are known, and where they are
+              a whole lease in one warehouse, that one tells the control process of both: `finish` has nothing to say
+        """
+        if rows is None or not (batch.row_ids is rows.row_ids or np.array_equal(batch.row_ids, rows.row_ids)):
+            return await self._write(batch, None)
+        ends, held = self._may_end(rows, batch), (rows.stage, rows.lease)
+        await self._write(batch, rows.places, rows.lease, ends)
+        if ends:
+            self._let_go(held)
+            self._over.add(held)
 
     async def _write(self, batch: Batch, places: np.ndarray | None, lease: int = 0, ends: bool = False) -> None:
         """places: of the rows, where they are known. lease: under which they were read; `ends`: with this put."""
@@ -150,6 +144,8 @@ class DistributedDock(Readings):
 
     async def finish(self, rows: Rows, outcome: Outcome) -> None:
         """See Dock.finish. The control process waits for the notices of what was put."""
+        if (rows.stage, rows.lease) in self._over:
+            return self._over.remove((rows.stage, rows.lease))
         done, later = rows.split(outcome.later) if outcome.later else (rows, ())
         if len(done) or not len(later):
             await self._end(done, c.Finish(rows.stage, rows.lease, reasons(outcome)))
@@ -200,6 +196,7 @@ class DistributedDock(Readings):
         """A reader cannot go on (its warehouse was lost): its rows are free at once, or (begun) beside others."""
         held = rows.stage, rows.lease
         self._let_go(held)
+        self._over.discard(held)
         await self._call(c.GiveBack(*held, self._read_here.pop(held, (0, 0)), begun))
 
     async def close(self) -> None:
@@ -279,7 +276,7 @@ class DistributedDock(Readings):
         self._nearby.pop(held, None)
 
     def _forget(self, row_ids: np.ndarray) -> None:
-        for row in row_ids.tolist():
+        for row in row_ids.tolist() if self._places else ():
             self._places.pop(row, None)
 
 

@@ -76,15 +76,16 @@ class Dock(InProcess):
 
     # --- prompts come in ---------------------------------------------------------------------------------------
 
-    async def slot(self) -> bool:
-        """Wait until a group may be admitted. False: the dock is closing, or no more groups are wanted."""
+    async def slots(self) -> int:
+        """Wait until a group may be admitted; how many may. 0: the dock is closing, or no more groups are wanted."""
         why = partial(explain.why_slot, self._control)
-        return await self._until(SLOT, self._control.look_slot, "slot", lambda: why(self._clock()))
+        return await self._until(SLOT, self._control.look_slots, "slot", lambda: why(self._clock()))
 
     async def admit(self, batch: Batch) -> None:
-        """Enter one group of `group_size` rows with the graph's source columns. The same ids again change nothing.
+        """Enter groups of `group_size` rows with the graph's source columns, all or none of them. The same ids again
+        change nothing.
 
-        Waits for a slot and for room. Raises DockError and UnknownField for a batch that is not one whole group.
+        Waits for slots and for room. Raises DockError and UnknownField for a batch that is not of whole groups.
         """
         if self._control.closed:
             raise DockClosed("the dock is closed: no group is admitted any more")
@@ -144,8 +145,9 @@ class Dock(InProcess):
         with self._lock:
             return self._exchange.fetch(rows, fields)
 
-    async def put(self, batch: Batch) -> None:
+    async def put(self, batch: Batch, rows: Rows | None = None) -> None:
         """Write columns of rows. A cell that is there already keeps its value: the first complete write wins.
+        rows: the leased ones that they were made of, of use to a dock in other processes.
 
         A write to a row that left under its reader's hands (dropped by another stage, or trained after the lease had
         expired) is passed over and counted; to any other unknown row it is RowGone. Waits for room.

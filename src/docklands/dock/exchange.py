@@ -36,18 +36,27 @@ class Exchange:
         self.stores = LocalStores(self.flow, options, self.counters)
 
     def admit(self, batch: Batch) -> bool:
-        """Enter one group with its source columns; True also when it is here already. False: no slot or no room."""
+        """Enter groups with their source columns; True also when they are here already. False: no slots or no room."""
         control = self.control
-        batch, group_id = checked_group(self.flow, batch)
-        if control.known(batch.row_ids, group_id):
-            self.counters.ignored_puts += len(batch) * len(batch.fields)
-            return True
-        place = control.ledger.next_place
-        parts = self.stores.plan(batch, np.full(len(batch), place, np.int32)) if control.has_slot else []
-        if not parts or not self.stores.has_room(parts):
+        batch, ids = checked_groups(self.flow, batch)
+        if len(ids) > self.options.window:
+            raise DockError(f"{len(ids)} groups at once, at most {self.options.window} are in flight")
+        groups = list(zip(ids, batch.row_ids.reshape(len(ids), -1)))
+        new = [(group, row_ids) for group, row_ids in groups if not control.known(row_ids, group)]
+        if len(new) > control.slots:
             return False
-        self.stores.warehouses[place].add(batch.row_ids)
-        control.admit(batch.row_ids, group_id, place)
+        if len(new) < len(groups):
+            fresh = np.isin(batch.row_ids, [row_ids for _, row_ids in new])
+            self.counters.ignored_puts += int(np.count_nonzero(~fresh)) * len(batch.fields)
+            batch = batch.select(fresh)
+        planned = control.ledger.plan(new)
+        places = np.repeat(np.array([group.place for group in planned], np.int32), self.options.group_size)
+        parts = self.stores.plan(batch, places) if new else []
+        if not self.stores.has_room(parts):
+            return False
+        for group in planned:
+            self.stores.warehouses[group.place].add(group.row_ids)
+        control.admit_all(new)
         control.notice(self.stores.write(parts))
         return True
 
@@ -104,14 +113,6 @@ class Exchange:
         for place, row_ids in self.control.settle():
             self.stores.warehouses[place].free(row_ids)
         return self.control.woken()
-
-
-def checked_group(flow: Flow, batch: Batch) -> tuple[Batch, int]:
-    """One group with exactly the source columns, by sample index; and its id."""
-    batch, groups = checked_groups(flow, batch)
-    if len(groups) != 1:
-        raise DockError("admission is of one group at a time, with its group_id")
-    return batch, groups[0]
 
 
 def checked_groups(flow: Flow, batch: Batch) -> tuple[Batch, list[int]]:

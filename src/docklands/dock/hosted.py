@@ -1,4 +1,5 @@
-"""The distributed dock of one run on this machine: its processes start when it is opened, and end when it is left.
+"""The distributed dock of one run: its processes start, here or where a starter puts them, when it is opened, and end
+when it is left.
 
 While it is open, FOLDER/address.json says where it is, for `docklands dock top`; whoever can read that file can talk to
 the dock, so only its owner can.
@@ -20,7 +21,8 @@ from docklands.dock.distributed import DistributedDock, DockAddress
 from docklands.dock.launch import Durability, Launcher
 from docklands.dock.rules.options import DockOptions
 from docklands.dock.snapshot import check_shape, files_of, to_files
-from docklands.errors import ControlLost
+from docklands.dock.start import Spawn
+from docklands.errors import CheckpointError, ControlLost
 
 ADDRESS = "address.json"
 SNAPSHOT = "dock"
@@ -35,6 +37,13 @@ class HostedDock(DistributedDock):
         self._folder = folder
         self._file = folder / ADDRESS
         self.launcher = Launcher(graph, options, folder, durability)
+
+    def spread(self, host: str, warehouses: int, spawn: Spawn | None = None) -> None:
+        """Before `open`: the address of this node that its processes listen on, how many warehouses there are, and a
+        starter that puts them on other nodes too; if it has a `close`, that is called in the end.
+        """
+        self.launcher.spread(host, warehouses, spawn or self.launcher.spawn)
+        self.options = self.launcher.options
 
     async def open(self) -> None:
         """Start the processes and connect. Raises WorkerLost when one does not start."""
@@ -51,11 +60,23 @@ class HostedDock(DistributedDock):
         if hasattr(self, "warehouses"):
             await super().leave()
         await asyncio.to_thread(self.launcher.stop)
+        close = getattr(self.launcher.spawn, "close", None)
+        if callable(close):
+            await asyncio.to_thread(close)
 
     async def save(self) -> tuple[dict[str, Any], list[Path]]:
-        """A snapshot in mid-step: the control's state, and a file of each warehouse."""
+        """A snapshot in mid-step: the control's state, and a file of each warehouse. Raises CheckpointError when one
+        wrote its file where it cannot be seen from here.
+        """
         state = await self.snapshot(SNAPSHOT)
-        return state, [self.launcher.folder / f"{SNAPSHOT}.{place}" for place in range(self.places)]
+        files = [self.launcher.folder / f"{SNAPSHOT}.{place}" for place in range(self.places)]
+        for file, address in zip(files, self.addresses()):
+            if not file.is_file():
+                raise CheckpointError(
+                    f"the warehouse on node {address} has written {file}, which is not to be seen on this node",
+                    "the run directory must be on a file system that all nodes share",
+                )
+        return state, files
 
     async def load(self, state: Mapping[str, Any], folder: Path) -> None:
         """A snapshot of a dock of either kind, with any number of warehouses; its files, if any, lie in `folder`."""

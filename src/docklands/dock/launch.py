@@ -8,10 +8,12 @@ their lines up again by themselves. How a process is started, here or on another
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +33,8 @@ from docklands.dock.wire.format import column_meta
 from docklands.dock.wire.net import Keys, Peer, make_keys
 from docklands.errors import ConfigError, WorkerLost
 
+log = logging.getLogger("docklands.dock.launch")
+
 Durability = Literal["none", "wal", "replica"]
 
 
@@ -40,7 +44,7 @@ class Launcher(Supervisor):
     folder        for logs, journal and snapshots; every launch has its own subfolder
     spawn         starts a process; see start.py for those of other nodes
     max_restarts  of one part; after that it stays dead, and its clients get WarehouseLost or ControlLost
-    host          address of this node that the processes listen on; to be set before `start`
+    host          address of this node that the processes listen on
     """
 
     def __init__(
@@ -60,11 +64,11 @@ class Launcher(Supervisor):
         self.folder = Path(folder).resolve() / f"dock-{self.run}"
         self.deaths: list[str] = []
         self.parts: dict[str, Part] = {}
-        self._spawn, self._max_restarts = spawn, max_restarts
+        self.spawn, self._max_restarts = spawn, max_restarts
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._watchers: list[threading.Thread] = []
-        self._serving = [f"warehouse {place}" for place in range(options.warehouses)]
+        self._serving: list[str] = []
         self._copies: dict[str, str] = {}
 
     def __enter__(self) -> Launcher:
@@ -77,6 +81,11 @@ class Launcher(Supervisor):
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def spread(self, host: str, warehouses: int, spawn: Spawn) -> None:
+        """Before `start`: the address of this node that is listened on, how many warehouses, and who starts them."""
+        self.host, self.spawn = host, spawn
+        self.options = replace(self.options, warehouses=warehouses)
 
     @property
     def address(self) -> DockAddress:
@@ -94,11 +103,13 @@ class Launcher(Supervisor):
         self._clients, own = make_keys(), make_keys()
         allowed = [self._clients.public, own.public]
         module, places = "docklands.dock.warehouse.server", range(self.options.warehouses)
+        self._serving = [f"warehouse {place}" for place in places]
         made = [self._warehouse(place, allowed) for place in places]
         if self.durability == "replica":
             self._copies = {self._serving[place]: f"copy {place}" for place in places}
             for place in places:
-                self._begin(f"copy {place}", module, self._warehouse(place, [*allowed, made[place].public_key]))
+                copy = self._warehouse(place, [*allowed, made[place].public_key])
+                self._begin(f"copy {place}", module, msgspec.structs.replace(copy, second=True))
             self._settle([f"copy {place}" for place in places])
             copies = [self.parts[f"copy {place}"].options for place in places]
             made = [
@@ -110,6 +121,8 @@ class Launcher(Supervisor):
         self._settle(self._serving)
         self._begin("control", "docklands.dock.control.server", self._control(own))
         self._settle(["control"])
+        at = (f"{place} {self.parts[name].options.endpoint[6:]}" for place, name in enumerate(self._serving))
+        log.info("warehouses stand at %s", ", ".join(at))
         for part in list(self.parts.values()):
             self._begin_watch(part)
         return self.address

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +20,10 @@ from docklands.dock.snapshot import FORMAT, check_shape, shape_of
 from docklands.dock.warehouse import messages as m
 from docklands.dock.warehouse.client import AsyncWarehouseClient
 from docklands.dock.wire.net import Keys, Peer
-from docklands.errors import DockError
+from docklands.errors import DockError, WarehouseLost
 
-LOOK_S = 3.0
-"""Seconds that `describe` gives the control process to answer."""
+LOOK_S, AGAIN_S = 3.0, 0.05
+"""Seconds that `describe` gives the control process to answer, and between two attempts of a snapshot."""
 RENAMED = {"gets": "fetches", "ignored_cells": "ignored_puts"}
 """A warehouse's figures by the names of the dock's metrics."""
 
@@ -92,20 +94,43 @@ class Outlook:
         except DockError as error:
             return f"dock: {error}"
 
+    async def _alive(self, row_ids: np.ndarray) -> np.ndarray:
+        """Which rows the control process knows, bool [B]: a warehouse may hold others until it has freed them."""
+        _, frames = await self._call(c.Where(), [np.ascontiguousarray(row_ids).data])
+        return np.frombuffer(frames[0], np.int64) >= 0
+
     async def snapshot(self, name: str) -> dict[str, Any]:
         """A snapshot, also in mid-step; leases become free. Each warehouse writes its bytes to a file on its own node.
 
+        A process that dies meanwhile is waited for, and what it has lost, until it is there again: nobody could make it
+        anew out of the snapshot. Raises WarehouseLost when that takes longer than `wait_s`.
+
         name  of the file, in the folder that each warehouse was given
         """
-        _, frames = await self._call(c.Save())
-        try:
-            for place in range(self.places):
-                await self.warehouses.ask(place, m.Snapshot(f"{name}.{place}", place))
-        finally:
-            await self._call(c.Saved())
+        end = time.monotonic() + self.options.wait_s
+        while True:
+            pids, epoch = await self._pids(), self.control.epoch
+            reply, frames = await self._call(c.Save())
+            whole = not reply.lost and reply.heard == pids
+            try:
+                for place in range(self.places) if whole else ():
+                    await self.warehouses.ask(place, m.Snapshot(f"{name}.{place}", place))
+                if whole and (pids, epoch) == (await self._pids(), self.control.epoch):
+                    break
+            finally:
+                await self._call(c.Saved())
+            if time.monotonic() > end:
+                raise WarehouseLost(f"the dock was never whole for {self.options.wait_s:.0f} s: no snapshot was made")
+            await asyncio.sleep(AGAIN_S)
         state = torch.frombuffer(bytearray(frames[0]), dtype=torch.uint8)
         shape = shape_of(self.flow, self.options)
         return {"format": FORMAT, "shape": shape, "file": name, "places": self.places, "control": state}
+
+    async def _pids(self) -> list[int]:
+        """Process ids of the warehouses that are there."""
+        for place in range(self.places):
+            await self.warehouses.ask(place, m.Stats())
+        return [w.pid if (w := self.warehouses.sessions[place].welcome) else 0 for place in range(self.places)]
 
     async def restore(self, state: Mapping[str, Any]) -> None:
         """Into a dock that has admitted nothing, with as many warehouses or others.
@@ -125,7 +150,8 @@ class Outlook:
         sources = tuple(self.flow.fields[name] for name in self.flow.sources)
         for place in range(self.places):
             held = await self.warehouses.inventory(place)
-            groups = held.births["group_id"]
-            for group in np.unique(groups).tolist():
-                self._keep(group, await self.warehouses.get(held.row_ids[groups == group], place, sources))
+            groups, known = held.births["group_id"], await self._alive(held.row_ids)
+            for group in np.unique(groups[known]).tolist():
+                rows = held.row_ids[known & (groups == group)]
+                self._keep(group, await self.warehouses.get(rows, place, sources))
         self.control.join()

@@ -29,6 +29,8 @@ class Child(Protocol):
     """A process that was started."""
 
     pid: int
+    lost: str
+    """Why nothing is known of it any more; "" as long as whoever started it can see it."""
 
     def announced(self, deadline_s: float) -> dict[str, Any]:
         """What it says once it listens: endpoint, pid. Raises WorkerLost when it ends or says nothing."""
@@ -53,6 +55,8 @@ class Program:
     apart  on another node: options by argument, secret by environment, and standard input stays open as its lifeline;
            else the options come on standard input
     """
+
+    lost = ""
 
     def __init__(
         self, module: str, options: msgspec.Struct, errors: Path, before: Sequence[str] = (), apart: bool = False

@@ -55,7 +55,7 @@ class Supervisor:
     _serving: list[str]
     _copies: dict[str, str]
     _made: int = 0
-    _spawn: Spawn
+    spawn: Spawn
     _max_restarts: int
     _stopping: threading.Event
     _lock: threading.Lock
@@ -115,7 +115,7 @@ class Supervisor:
     def _begin(self, name: str, module: str, options: Any) -> Part:
         if self._stopping.is_set():
             raise WorkerLost(f"the dock was stopped before its {name} was started")
-        child = self._spawn(module, options, self._errors(name))
+        child = self.spawn(module, options, self._errors(name))
         part = self.parts[name] = Part(name, module, options, child)
         return part
 
@@ -140,8 +140,8 @@ class Supervisor:
             pid, code = part.child.pid, part.child.wait()
             if self._stopping.is_set() or part.leaving:
                 return
-            how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
-            what = f"{part.name} (pid {pid}) was {how}" if code and code < 0 else f"{part.name} (pid {pid}) {how}"
+            how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
+            what = f"{part.name} (pid {pid}) {part.child.lost or how}"
             self.deaths.append(what)
             if self._promote(part, what):
                 return
@@ -153,12 +153,23 @@ class Supervisor:
             with self._lock:
                 if self._stopping.is_set():
                     return
-                part.child = self._spawn(part.module, part.options, self._errors(part.name))
+                part.child = self.spawn(part.module, part.options, self._errors(part.name))
             try:
-                part.child.announced(START_S)
-            except WorkerLost as error:
+                self._arrived(part, part.child.announced(START_S)["endpoint"])
+            except (DocklandsError, OSError) as error:
                 log.error("dock: %s did not start again: %s", part.name, error)
                 part.child.kill()
+
+    def _arrived(self, part: Part, endpoint: str) -> None:
+        """A part listens again. One that has come to another node is made known. Raises what that raises."""
+        if endpoint == part.options.endpoint:
+            return
+        log.warning("dock: %s is at %s from now on", part.name, endpoint)
+        part.options = msgspec.structs.replace(part.options, endpoint=endpoint)
+        for place in [place for place, name in enumerate(self._serving) if name == part.name]:
+            self._move(place, part)
+        for first in [self.parts[first] for first, copy in self._copies.items() if copy == part.name]:
+            self._send_along(first.options, Peer(endpoint, part.options.public_key))
 
     def _promote(self, part: Part, what: str) -> bool:
         """A warehouse with a copy is not started again: the copy serves its rows, and gets a copy itself."""
@@ -183,19 +194,21 @@ class Supervisor:
         self._made += 1
         address = old.endpoint.rpartition(":")[0]
         allowed = [*dict.fromkeys([*old.allowed, old.public_key])]
-        options = msgspec.structs.replace(
-            old, endpoint=f"{address}:*", public_key=keys.public, secret_key=keys.secret, allowed=allowed
-        )
+        own = {"endpoint": f"{address}:*", "public_key": keys.public, "secret_key": keys.secret, "allowed": allowed}
+        options = msgspec.structs.replace(old, **own, replica="", replica_key="", second=True)
         name = f"copy {old.place} ({self._made})"
         part = self._begin(name, served.module, options)
         self._settle([name])
         self._begin_watch(part)
-        peer = Peer(part.options.endpoint, part.options.public_key)
-        wanted = ClientOptions(name="launcher", deadline_s=START_S, lost_s=STOP_S, share=False)
-        with WarehouseClient({0: Peer(old.endpoint, old.public_key)}, self._clients, wanted) as client:
-            client.ask(0, m.Replicate(peer.endpoint, peer.public_key))
+        self._send_along(old, Peer(part.options.endpoint, part.options.public_key))
         self._copies[served.name] = name
         log.warning("dock: the rows of %s have a second copy again (pid %d)", served.name, part.child.pid)
+
+    def _send_along(self, first: Any, to: Peer) -> None:
+        """A warehouse, by its options, is to send everything that it has and gets to another one."""
+        wanted = ClientOptions(name="launcher", deadline_s=START_S, lost_s=STOP_S, share=False)
+        with WarehouseClient({0: Peer(first.endpoint, first.public_key)}, self._clients, wanted) as client:
+            client.ask(0, m.Replicate(to.endpoint, to.public_key))
 
     def _move(self, place: int, to: Part) -> None:
         """The rows of a place are served by another part from now on."""

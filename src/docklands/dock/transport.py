@@ -68,9 +68,11 @@ class LocalStores:
                     stages[stage] = stages.get(stage, 0) + write.nbytes
         self.counters.total.puts += 1
         self.counters.total.bytes_in += nbytes
+        self.counters.total.bytes_near += nbytes
         for stage, size in stages.items():
             self.counters.stages[stage].puts += 1
             self.counters.stages[stage].bytes_in += size
+            self.counters.stages[stage].bytes_near += size
         return notices
 
     def absent(self, row_ids: np.ndarray, places: np.ndarray, names: Sequence[str]) -> dict[str, np.ndarray]:

@@ -15,6 +15,7 @@ from docklands.core.protocols import Rows
 from docklands.dock.distributed import DistributedDock
 from docklands.dock.look import DockAddress
 from docklands.dock.rules.options import DockOptions
+from docklands.dock.warehouse.calls import Borrowed
 from docklands.errors import TakeTimeout
 
 MORE_S = 60.0
@@ -32,13 +33,31 @@ class WorkerDock:
         self._thread.start()
         self._run(self._dock.open())
 
+    def lent(self, rows: Rows) -> None:
+        """The driver's lease that is worked on from now on, all of its rows."""
+        self._dock.lent(rows)
+
+    def read_here(self, rows: Rows) -> tuple[int, int]:
+        """What was read without a word to a warehouse, since the rows were `lent`: fetches, bytes."""
+        return self._dock.read_here(rows)
+
     def fetch(self, rows: Rows, fields: Sequence[Field[Any]]) -> Batch:
         """Columns of rows, in their order; of no rows, too."""
-        return self._run(self._dock.fetch(rows, fields)) if len(rows) else empty(fields)
+        if not len(rows):
+            return empty(fields)
+        found = self._dock.read_nearby(rows, fields)
+        return self._run(self._dock.fetch(rows, fields)) if found is None else found
 
-    def put(self, batch: Batch) -> None:
-        """Columns of rows that are in the dock."""
-        self._run(self._dock.put(batch))
+    def borrow(self, rows: Rows, fields: Sequence[Field[Any]]) -> Borrowed:
+        """As `fetch`, but what lies in shared memory on this node is not copied: use it, then `check`."""
+        if not len(rows):
+            return Borrowed(empty(fields), ())
+        found = self._dock.borrow_nearby(rows, fields)
+        return self._run(self._dock.borrow(rows, fields)) if found is None else found
+
+    def put(self, batch: Batch, rows: Rows | None = None) -> None:
+        """Columns of rows that are in the dock. rows: the leased ones that the batch was made of."""
+        self._run(self._dock.put(batch, rows))
 
     def close(self) -> None:
         """Disconnect."""

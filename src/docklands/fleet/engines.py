@@ -20,9 +20,10 @@ from docklands.config.lora import LoraSection
 from docklands.config.schema import OptimSection, TrainSection
 from docklands.core.protocols import Outcome, Rows
 from docklands.core.stage import Learner, Stage
+from docklands.errors import DocklandsError
 from docklands.fleet.host import Context
 from docklands.fleet.local_backend import as_result
-from docklands.fleet.reader import reader_of
+from docklands.fleet.reader import reader_of, with_read
 from docklands.models.adapters import with_lora
 from docklands.train.lora import BasePolicy
 
@@ -89,20 +90,36 @@ class EngineShard:
             self.context.objects["sync"].for_training(update)
         return self.engine
 
-    def run_stage(self, stage: Stage, rows: Rows) -> Outcome | None:
-        """Read this replica's part, compute, write; the outcome, on one rank of the replica."""
-        batch = self.reader.fetch(self.reader.mine(rows), stage.reads)
+    def run_stage(self, stage: Stage, rows: Rows) -> Outcome | DocklandsError | None:
+        """Read this replica's part, compute, write; the outcome, on one rank of the replica.
+
+        An error of the dock is returned where no other rank has to hear of it: replicas whose forward passes do not
+        meet go on by themselves, and nothing follows the put.
+        """
+        reader, mine = self.reader, self.reader.mine(rows)
+        if getattr(self.engine, "replicas_meet", True):
+            batch = reader.fetch(mine, stage.reads, lend=True)
+        else:
+            try:
+                batch = reader.fetch_alone(mine, stage.reads, lend=True)
+            except DocklandsError as error:
+                self._present(update=False)  # which ranks may do together
+                return error
         self._present(update=False)
         value = stage.run(self.policy, batch)
         result = as_result(asyncio.run(value) if inspect.iscoroutine(value) else value, batch, stage)
-        self.reader.put(result.batch)
-        return Outcome(dict(result.dropped), dict(result.metrics)) if self.reader.leads else None
+        error = reader.put_alone(result.batch, mine)
+        if error is not None or not reader.leads:
+            return error
+        return Outcome(dict(result.dropped), {**result.metrics, **reader.figures(rows)})
 
     def update(self, rows: Rows, learner: Learner) -> SumCount:
         """One optimizer update on these rows; metrics, the same on every rank but for what a save took."""
-        found = self._present().update(self.reader.fetch(self.reader.mine(rows), learner.reads), learner)
+        batch = self.reader.fetch(self.reader.mine(rows), learner.reads, lend=True)
+        found = self._present().update(batch, learner)
+        self.reader.check()
         saving = self.context.objects.get(SAVING)
-        return found if saving is None else {**found, **saving.figures()}
+        return {**found, **(saving.figures() if saving is not None else {}), **self.reader.figures(rows)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) one at a time; a stream of rank 0."""
@@ -124,14 +141,15 @@ class RemoteEngine:
             return self.workers.make(self.role, EngineShard, *args, ranks=ranks)
         return self.workers.call(self.role, method, *args, ranks=ranks)
 
-    def run_stage(self, stage: Stage, rows: Rows) -> list[Outcome | None]:
+    def run_stage(self, stage: Stage, rows: Rows) -> list[Outcome | DocklandsError | None]:
         """Run a stage on rows; the outcome of each replica."""
         return self._call("run_stage", stage, rows)
 
     def update(self, rows: Rows, learner: Learner) -> SumCount:
         """One optimizer update on rows."""
         self.changed = True
-        return self._call("update", rows, learner)[0]
+        found = self._call("update", rows, learner)
+        return with_read(found[0], found)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) one at a time, as rank 0 gathers them."""

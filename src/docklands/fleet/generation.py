@@ -165,10 +165,12 @@ class GenerationShard:
         self._stop, self._idle = threading.Event(), threading.Event()
         self._idle.set()
 
-    def run_stage(self, stage: Stage, rows: Rows) -> Outcome | None:
-        """Read this replica's prompts, play them, write the samples; the outcome, on the replica's leader."""
+    def run_stage(self, stage: Stage, rows: Rows) -> Outcome | DocklandsError | None:
+        """Read this replica's prompts, play, write the samples; on its leader the outcome, or what the put raised."""
         with self._busy():
-            batch = self.reader.fetch(rows.select(self._mine(rows.group_ids)), stage.reads)
+            self.reader.begin(rows)
+            mine = rows.select(self._mine(rows.group_ids))
+            batch = self.reader.fetch(mine, stage.reads)
 
             def play() -> Result:
                 if self._stop.is_set():
@@ -179,8 +181,10 @@ class GenerationShard:
             result = self._together(play)
         if SYNC in self.context.objects:
             self.context.objects[SYNC].generated()
-        self.reader.put(None if result is None else result.batch)
-        return None if result is None else Outcome(dict(result.dropped), dict(result.metrics), list(result.later))
+        if result is None:
+            return None
+        error = self.reader.put_alone(result.batch, mine)
+        return error or Outcome(result.dropped, {**result.metrics, **self.reader.figures(rows)}, result.later)
 
     def visit(self, stage: Stage, rows: Rows) -> Visit | None:
         """Rows join those that this replica is at work on; what has ended meanwhile, on each leader. The others go on
@@ -189,7 +193,8 @@ class GenerationShard:
         """
         if not self._alive or stage.run is not run_rollout:
             outcome = self.run_stage(stage, rows)
-            if outcome is None:
+            agree(self.mesh.world, outcome if isinstance(outcome, DocklandsError) else None)
+            if not isinstance(outcome, Outcome):
                 return None
             mine = rows.row_ids[self._mine(rows.group_ids)].tolist()
             return Visit(mine, outcome, (), self.rows, whole=True)
@@ -313,7 +318,7 @@ class RemoteGenerator:
     def _call(self, method: str, *args: Any) -> list[Any]:
         return self.workers.call(ROLE, method, *args)
 
-    def run_stage(self, stage: Stage, rows: Rows) -> list[Outcome | None]:
+    def run_stage(self, stage: Stage, rows: Rows) -> list[Outcome | DocklandsError | None]:
         """Run the stage on rows; the outcome of each replica."""
         return self._call("run_stage", stage, rows)
 

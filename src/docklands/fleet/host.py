@@ -13,7 +13,9 @@ How a role lives in worker processes:
               its part (see reader.Reader, or `context.dock.fetch` and `put`), computes, and puts. Outcomes of all
               ranks are merged, so each row and each figure must be in one of them
     errors    a DocklandsError that all called ranks raise alike is raised in the driver, and the workers go on: agree
-              on it before anybody enters a collective (reader.agree). Anything else ends all workers (WorkerLost)
+              on it before anybody enters a collective (reader.agree). One that run_stage returns in place of an outcome
+              is raised in the driver, too: for an error that the other ranks need not hear of. Anything else ends all
+              workers (WorkerLost)
     subsets   calls on disjoint ranks run at the same time; others wait for each other
     worlds    trainers are one torch.distributed world; colocated generators are the same processes. Generators apart
               are worlds of their own, one for each independent replica, so that one can die or join while the others

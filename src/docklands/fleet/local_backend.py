@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
+
 from docklands.core.batch import Batch
 from docklands.core.protocols import DockClient, Outcome, Rows
 from docklands.core.stage import Learner, Result, Stage
@@ -137,7 +139,8 @@ class LocalRole:
         batch = await self._dock.fetch(rows, stage.reads)
         result = as_result(await self._call(stage.run, batch), batch, stage)
         if result.batch is not None and len(result.batch):
-            await self._dock.put(result.batch)
+            whole = not result.dropped and not result.later
+            await self._dock.put(result.batch, rows if whole else None)
         return Outcome(result.dropped, result.metrics, result.later)
 
     async def _update(self, learner: Learner, rows: Rows) -> Mapping[str, tuple[float, float]]:
@@ -161,10 +164,11 @@ def as_result(value: Any, batch: Batch, stage: Stage) -> Result:
         raise DocklandsError(
             f"stage {stage.name!r} returned {type(value).__name__}", "return a Batch, a Result, or None to drop all"
         )
-    if stage.writes:
-        written = set() if result.batch is None else {int(row) for row in result.batch.row_ids}
+    same = result.batch is not None and np.array_equal(result.batch.row_ids, batch.row_ids)
+    if stage.writes and not same:
+        written = set() if result.batch is None else set(result.batch.row_ids.tolist())
         elsewhere = written.union(result.dropped, map(int, result.later))
-        lost = [int(row) for row in batch.row_ids if int(row) not in elsewhere]
+        lost = [row for row in batch.row_ids.tolist() if row not in elsewhere]
         if lost:
             raise DocklandsError(f"stage {stage.name!r} neither wrote nor dropped rows {lost[:8]}")
     return result

@@ -80,6 +80,7 @@ class LocalCarrier:
     """Forks processes of this machine."""
 
     home = "127.0.0.1"
+    reach = None
 
     def start(self, setup: Setup, deadline_s: float) -> list[Any]:
         """See Carrier. They say nothing until they are asked."""
@@ -101,6 +102,9 @@ class LocalCarrier:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return lines
+
+    def give_up(self) -> None:
+        """See Carrier: forking waits for nothing."""
 
     def wait(self, lines: Sequence[LocalLine], timeout_s: float) -> list[Any]:
         """See Carrier."""

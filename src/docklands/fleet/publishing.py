@@ -181,23 +181,36 @@ class PartySync:
         async with self._lock, self._replicas.held(publish=True):
             while True:
                 there = self._replicas.standing()
+                theirs = [replica.workers for replica in there]
                 metrics = await self._role.call("publish", self._once, there, version)
                 if metrics is not None:
                     break
             self.version = self._replicas.version = version
             self._engine.changed = False
             self._role.note(metrics.pairs())
-            for replica in there:
-                replica.holds.set()
+            for replica, workers in zip(there, theirs):
+                if replica.stands and replica.workers is workers:  # it has not been lost since
+                    replica.has_weights()
+
+    async def leave(self, replica: Replica) -> None:
+        """End its processes, between two publishes."""
+        async with self._lock:
+            await asyncio.to_thread(replica.close)
 
     async def catch_up(self, replica: Replica) -> None:
-        """A newcomer gets the version of the moment. When the trainers have left it already, it gets their next."""
+        """A newcomer gets the version of the moment. When the trainers have left it already, it gets their next,
+        unless it leaves before. Raises WorkerLost when it dies meanwhile.
+        """
         async with self._lock:
             if self.version >= 0:
                 done = await self._role.call("catch_up", self._bring, replica)
                 if done:
-                    replica.holds.set()
-        await replica.holds.wait()
+                    replica.has_weights()
+        while not replica.holds.is_set() and not replica.leaving:
+            if replica.workers.lost is not None:
+                raise replica.workers.lost
+            replica.stirred.clear()
+            await replica.stirred.wait()
 
     def _bring(self, replica: Replica) -> bool:
         if self._engine.changed:

@@ -2,7 +2,7 @@
 
 A running Ray is joined (fleet.ray_address, RAY_ADDRESS, or the one of this machine); else one is started here and ends
 with the run. Actors belong to the driver: when it dies, however it dies, Ray ends them. Ranks follow the nodes, so that
-neighbouring ranks (tensor groups) share a node. The only place that imports Ray.
+neighbouring ranks (tensor groups) share a node. With ray_programs.py the only place that imports Ray.
 
 All calls of actors are submitted on one thread of the process. Ray names a call by its thread's place in the
 program and a count; with several submitting threads two calls got one name, and Ray ended the driver (2.60: "Check
@@ -14,10 +14,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -32,20 +32,27 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from docklands.errors import ConfigError, WorkerLost
 from docklands.fleet.host import Host, Message, Seat, Setup
+from docklands.fleet.reaper import descendants, process_of, reaper
+from docklands.fleet.warehouses import Reach
+from docklands.fleet.workers import ENDED
 
 RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
 """What Ray calls the devices of a kind."""
-STOP_S, KNOCK_S = 10.0, 10.0
-"""Seconds that an actor gets to go, and a Ray to be heard of."""
+STOP_S, KNOCK_S, LOOK_S = 10.0, 10.0, 1.0
+"""Seconds that an actor gets to go, and a Ray to be heard of; and between two looks whether a start is given up."""
+
+
+Place = tuple[str, str, int, float]
+"""Of an actor: id of its node, the node's address, process id, when the process began (seconds since 1970)."""
 
 
 class Actor:
     """A worker process, as Ray runs it."""
 
-    def place(self) -> tuple[str, str, int]:
-        """(id of the node, its address, process id)."""
+    def place(self) -> Place:
+        """See Place."""
         context = ray.get_runtime_context()
-        return context.get_node_id(), ray.util.get_node_ip_address(), os.getpid()
+        return context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), psutil.Process().create_time()
 
     def begin(self, setup: Setup, seat: Seat) -> None:
         """Take a seat among the ranks."""
@@ -66,10 +73,13 @@ Submit = Callable[..., Any]
 
 
 class RayLine:
-    """An actor."""
+    """An actor. process: where it runs on this machine, and its number here is its own."""
 
-    def __init__(self, actor: Any, address: str, pid: int, submit: Submit) -> None:
-        self.actor, self.address, self.pid, self.submit = actor, address, pid, submit
+    def __init__(self, actor: Any, place: Place, submit: Submit) -> None:
+        _, self.address, self.pid, began = place
+        self.actor, self.submit = actor, submit
+        near = self.address == ray.util.get_node_ip_address()
+        self.process = process_of(self.pid, began) if near else None
         self.answers: Any = None
         self._fate = "died"
 
@@ -98,9 +108,9 @@ class RayLine:
         return self._fate
 
     def kill(self) -> None:
-        if ray.is_initialized() and self.address == ray.util.get_node_ip_address():
-            with contextlib.suppress(OSError):  # one that is stopped would not hear Ray
-                os.kill(self.pid, signal.SIGKILL)
+        if self.process is not None:
+            with contextlib.suppress(psutil.Error):  # one that is stopped would not hear Ray; psutil spares a stranger
+                self.process.kill()
         with contextlib.suppress(RayError, ValueError):
             ray.kill(self.actor)
 
@@ -114,15 +124,21 @@ class RayLine:
 
 
 class Session:
-    """This process's part in Ray, shared by its carriers: joined by the first, left by the last."""
+    """This process's part in Ray, shared by its carriers: joined by the first, left by the last.
+
+    nodes  address -> Ray's name of the node where a worker was placed last: one that came back has another name
+    seen   resources that there have been: one that is away now may come back
+    """
 
     def __init__(self) -> None:
+        self.nodes: dict[str, str] = {}
+        self.seen: set[str] = set()
         self._lock = threading.Lock()
         self._carriers: set[int] = set()
         self._thread: ThreadPoolExecutor | None = None
         self._joined = ""
         self._reaper: subprocess.Popen[bytes] | None = None
-        self._reaped: list[int] = []
+        self._reaped: list[psutil.Process] = []
         self._sockets: list[str] = []
 
     def enter(self, carrier: object, address: str, workers: int) -> None:
@@ -134,11 +150,11 @@ class Session:
                 try:
                     self._joined, self._sockets = self._thread.submit(join, address, workers).result()
                 except WorkerLost:  # a Ray that has half started
-                    for pid in (pid for pid in descendants() if pid not in before):
-                        with contextlib.suppress(OSError):
-                            os.kill(pid, signal.SIGKILL)
+                    for process in (process for process in descendants() if process not in before):
+                        with contextlib.suppress(psutil.Error):
+                            process.kill()
                     raise
-                self._reaped = [pid for pid in descendants() if pid not in before]
+                self._reaped = [process for process in descendants() if process not in before]
                 if self._joined == "started":
                     self._reaper = reaper(self._reaped, self._sockets)
             self._carriers.add(id(carrier))
@@ -154,13 +170,13 @@ class Session:
                 raise
         raise WorkerLost("the workers have been ended")
 
-    def watch(self, pids: list[int]) -> None:
+    def watch(self, processes: list[psutil.Process]) -> None:
         """More processes of a Ray that was started here, which must not outlive this one."""
         with self._lock:
             if self._reaper is not None:
                 self._reaper.kill()
                 self._reaper.communicate()
-                self._reaped += pids
+                self._reaped = [process for process in [*self._reaped, *processes] if process.is_running()]
                 self._reaper = reaper(self._reaped, self._sockets)
 
     def leave(self, carrier: object) -> None:
@@ -202,6 +218,14 @@ class RayCarrier:
         self.address, self.resource, self.strategy, self.workers = address, resource, strategy, workers
         self.home = "127.0.0.1"
         self._group: Any = None
+        self._given_up = threading.Event()
+
+    @property
+    def reach(self) -> Callable[[], Reach]:
+        """See Carrier."""
+        from docklands.fleet.ray_programs import RayReach  # which needs this process's part in Ray
+
+        return partial(RayReach, self.address)
 
     def start(self, setup: Setup, deadline_s: float) -> list[Any]:
         """See Carrier."""
@@ -209,14 +233,15 @@ class RayCarrier:
         self.home = ray.util.get_node_ip_address()
         resource = self.resource or RESOURCES[setup.device]
         have = ray.cluster_resources()
-        if resource not in have:
+        if resource not in have and resource not in SESSION.seen:
             raise ConfigError(
                 f"fleet: no node of this Ray has a resource {resource!r}",
                 f"it has {', '.join(kinds(have))}; see fleet.ray_resource",
             )
+        SESSION.seen.update(have)
         number = setup.world_size
         self._group = SESSION.submit(partial(placement_group, [{resource: 1}] * number, strategy=self.strategy))
-        if not self._group.wait(deadline_s):
+        if not self._within(self._group.wait, deadline_s):
             raise ConfigError(
                 f"fleet: Ray has no room for {number} workers with one {resource} each within {deadline_s:.0f} s "
                 f"(the cluster has {have.get(resource, 0):g} {resource})",
@@ -224,15 +249,30 @@ class RayCarrier:
             )
         before = descendants()
         actors, asked = SESSION.submit(self._actors, resource, number)
+        self._within(lambda wait_s: not ray.wait(asked, num_returns=number, timeout=wait_s)[1], deadline_s)
         try:
-            places = ray.get(asked, timeout=deadline_s)
+            places = ray.get(asked, timeout=KNOCK_S)
         except (RayError, GetTimeoutError) as error:
             raise WorkerLost(
                 f"a worker did not start on Ray: {' '.join(str(error).split())}", "see Ray's logs"
             ) from None
         seated = sorted(zip(places, actors), key=lambda pair: (pair[0][1], pair[0][0]))  # stable: nodes together
-        SESSION.watch([pid for pid in descendants() if pid not in before])
+        SESSION.watch([process for process in descendants() if process not in before])
         return SESSION.submit(self._seat, setup, seated)
+
+    def _within(self, done: Callable[[float], bool], deadline_s: float) -> bool:
+        """Whether that, which waits for a moment, is so within the deadline. WorkerLost when the start is given up."""
+        end = time.monotonic() + deadline_s
+        while not done(LOOK_S):
+            if self._given_up.is_set():
+                raise WorkerLost(ENDED)
+            if time.monotonic() > end:
+                return False
+        return True
+
+    def give_up(self) -> None:
+        """See Carrier."""
+        self._given_up.set()
 
     def _actors(self, resource: str, number: int) -> tuple[list[Any], list[Any]]:
         """(actors, what they will say of their places)."""
@@ -248,11 +288,13 @@ class RayCarrier:
         ]
         return actors, [actor.place.remote() for actor in actors]
 
-    def _seat(self, setup: Setup, seated: Sequence[tuple[tuple[str, str, int], Any]]) -> list[Any]:
+    def _seat(self, setup: Setup, seated: Sequence[tuple[Place, Any]]) -> list[Any]:
         lines = []
-        for rank, ((_, address, pid), actor) in enumerate(seated):
+        for rank, (place, actor) in enumerate(seated):
+            node, address = place[:2]
+            SESSION.nodes[address] = node
             actor.begin.remote(setup, Seat(rank, 0, address, self.home))  # it sees only the device that it was given
-            lines.append(RayLine(actor, address, pid, SESSION.submit))
+            lines.append(RayLine(actor, place, SESSION.submit))
         return lines
 
     def wait(self, lines: Sequence[RayLine], timeout_s: float) -> list[Any]:
@@ -314,20 +356,6 @@ def join(address: str, workers: int) -> tuple[str, list[str]]:
         raise WorkerLost(f"no Ray could be started here: {said}", "its logs are under /tmp/ray") from error
     known = (made.address_info.get(key) for key in ("object_store_address", "raylet_socket_name"))
     return "started", [path for path in known if path and os.path.isabs(path)]
-
-
-def descendants() -> list[int]:
-    """Processes that this one has started, and theirs."""
-    return [child.pid for child in psutil.Process().children(recursive=True)]
-
-
-def reaper(pids: list[int], files: list[str]) -> subprocess.Popen[bytes]:
-    """Kills these processes and removes these files as soon as this one has gone, however it went: some of Ray's would
-    stay for minutes, or for good.
-    """
-    script = 'read _; kill -9 $1; shift; rm -f -- "$@"'
-    words = ["sh", "-c", script, "reaper", " ".join(map(str, pids)), *files]
-    return subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 def knock(address: str) -> None:

@@ -6,7 +6,7 @@ dock once for each replica, however many ranks there are, and the driver sees no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,15 @@ import torch.distributed as dist
 from docklands.core.batch import Batch
 from docklands.core.fields import Field
 from docklands.core.protocols import Rows
+from docklands.dock.warehouse.calls import Borrowed
 from docklands.dock.wire.format import batch_of, decode_parts, encode_batch
-from docklands.errors import DocklandsError
+from docklands.errors import DocklandsError, RowGone, WarehouseLost
 from docklands.fleet.host import Context
 from docklands.parallel.mesh import Group, Mesh
 from docklands.train.share import rows_of_replicas
+
+READ = "@read"
+"""Among the metrics that a worker answers with: fetches, and bytes of them, that no warehouse has seen."""
 
 
 class Reader:
@@ -35,6 +39,7 @@ class Reader:
     ) -> None:
         self.context, self.everyone, self.replica = context, everyone, replica
         self.index, self.number = index, number
+        self._lent: Borrowed | None = None
 
     @property
     def leads(self) -> bool:
@@ -43,28 +48,73 @@ class Reader:
 
     def mine(self, rows: Rows) -> Rows:
         """The rows of this replica: token counts are balanced, groups whole where that costs no balance."""
+        self.begin(rows)
         return rows.select(rows_of_replicas(rows.lengths, rows.group_ids, self.number)[self.index])
 
-    def fetch(self, rows: Rows, fields: Sequence[Field[Any]]) -> Batch:
-        """Columns of this replica's rows, on each of its ranks. What the dock raises on one rank is raised on all."""
-        batch, error = None, None
-        if self.leads:
-            try:
-                batch = self.context.dock.fetch(rows, fields)
-            except DocklandsError as failure:
-                error = failure
+    def begin(self, rows: Rows) -> None:
+        """All rows of a hand-out, before any of them is read: where they lie may be known."""
+        if self.leads and self.context.client is not None:
+            self.context.client.lent(rows)
+
+    def figures(self, rows: Rows) -> dict[str, tuple[float, float]]:
+        """READ of this hand-out, for the driver, if there is anything to tell."""
+        client = self.context.client
+        read = client.read_here(rows) if self.leads and client is not None else (0, 0)
+        return {READ: read} if read[0] else {}
+
+    def fetch(self, rows: Rows, fields: Sequence[Field[Any]], lend: bool = False) -> Batch:
+        """Columns of this replica's rows, on each of its ranks. What the dock raises on one rank is raised on all.
+
+        lend  they may be views of the dock's memory (nobody writes to a batch): `check` comes after the last use
+        """
+        batch, error = self._ask(rows, fields, lend)
         agree(self.everyone, error)
         return batch if self.replica is None else shared(batch, fields, self.replica)  # type: ignore[return-value]
 
-    def put(self, batch: Batch | None) -> None:
-        """Write this replica's columns; None: it has none. What the dock raises on one rank is raised on all."""
-        error = None
-        if self.leads and batch is not None and len(batch):
-            try:
-                self.context.dock.put(batch)
-            except DocklandsError as failure:
-                error = failure
-        agree(self.everyone, error)
+    def fetch_alone(self, rows: Rows, fields: Sequence[Field[Any]], lend: bool = False) -> Batch:
+        """As `fetch`, for work in which replicas do not meet: what the dock raises is raised in this replica only."""
+        batch, error = self._ask(rows, fields, lend)
+        if self.replica is not None:
+            return shared(batch, fields, self.replica, error)
+        if batch is None:
+            raise error  # type: ignore[misc]
+        return batch
+
+    def _ask(self, rows: Rows, fields: Sequence[Field[Any]], lend: bool) -> tuple[Batch | None, DocklandsError | None]:
+        self._lent = None
+        try:
+            if self.leads and lend:
+                self._lent = self.context.dock.borrow(rows, fields)
+                return self._lent.batch, None
+            return self.context.dock.fetch(rows, fields) if self.leads else None, None
+        except DocklandsError as failure:
+            return None, failure
+
+    def check(self) -> None:
+        """What was lent last has been there all the time. WarehouseLost if not: what was made of it is void."""
+        lent, self._lent = self._lent, None
+        try:
+            if lent is not None:
+                lent.check()
+        except RowGone as error:
+            raise WarehouseLost(error.message, "the lease has ended meanwhile: its rows are given back") from None
+
+    def put(self, batch: Batch | None, rows: Rows | None = None) -> None:
+        """Write this replica's columns; None: it has none. What the dock raises on one rank is raised on all.
+
+        rows  the leased ones that they were made of
+        """
+        agree(self.everyone, self.put_alone(batch, rows))
+
+    def put_alone(self, batch: Batch | None, rows: Rows | None = None) -> DocklandsError | None:
+        """As `put`, where nothing follows that ranks do together: what the dock raises here, for the driver."""
+        try:
+            self.check()
+            if self.leads and batch is not None and len(batch):
+                self.context.dock.put(batch, rows)
+        except DocklandsError as failure:
+            return failure
+        return None
 
 
 def reader_of(context: Context, mesh: Mesh) -> Reader:
@@ -72,6 +122,13 @@ def reader_of(context: Context, mesh: Mesh) -> Reader:
     layout = mesh.layout
     index = mesh.coords["dp"] * layout.fsdp + mesh.coords["fsdp"]
     return Reader(context, mesh.world, mesh.replica, index, layout.data)
+
+
+def with_read(metrics: Mapping[str, tuple[float, float]], parts: Iterable[Mapping[str, tuple[float, float]]]) -> Any:
+    """Metrics with the READ of several workers together."""
+    read = [part[READ] for part in parts if READ in part]
+    sums = {READ: (sum(count for count, _ in read), sum(nbytes for _, nbytes in read))} if read else {}
+    return {**metrics, **sums}
 
 
 def agree(group: Group | None, error: DocklandsError | None) -> None:
@@ -89,9 +146,11 @@ def agree(group: Group | None, error: DocklandsError | None) -> None:
             raise found
 
 
-def shared(batch: Batch | None, fields: Sequence[Field[Any]], group: Group) -> Batch:
-    """The batch of the group's first rank, on all of its ranks; values travel as one tensor of bytes."""
-    head: list[Any] = [None]
+def shared(
+    batch: Batch | None, fields: Sequence[Field[Any]], group: Group, error: DocklandsError | None = None
+) -> Batch:
+    """The batch of the group's first rank, on all of its ranks; values travel as one tensor of bytes. Or its error."""
+    head: list[Any] = [error]
     payload = torch.empty(0, dtype=torch.uint8)
     if batch is not None:
         meta, frames = encode_batch(batch)
@@ -99,6 +158,8 @@ def shared(batch: Batch | None, fields: Sequence[Field[Any]], group: Group) -> B
         head = [(meta, [memoryview(frame).nbytes for frame in frames])]
         payload = torch.cat([payload, *pieces])
     dist.broadcast_object_list(head, src=group.ranks[0], group=group.pg)
+    if isinstance(head[0], DocklandsError):
+        raise head[0]
     if batch is not None:
         dist.broadcast(payload, group.ranks[0], group=group.pg)
         return batch

@@ -17,7 +17,7 @@ import numpy as np
 from docklands.core.protocols import Outcome, Rows
 from docklands.core.stage import Stage
 from docklands.dock.distributed import DistributedDock
-from docklands.errors import ConfigError, DockClosed, DockError, WarehouseLost, WorkerLost
+from docklands.errors import ConfigError, DockClosed, DockError, DocklandsError, WarehouseLost, WorkerLost
 from docklands.fleet.generation import Visit
 from docklands.fleet.local_backend import Device, LocalRole
 from docklands.fleet.replicas import Replica, Replicas
@@ -44,13 +44,29 @@ class ReplicaRole(LocalRole):
         super().__init__("rollout", resource, dock, device, beat)
         self._flow = dock
         self._seen: float | None = None
+        self._returning: set[asyncio.Task[None]] = set()
         self._busy = self._idle = 0.0
 
     async def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """See LocalRole; no replica visits meanwhile."""
-        await self.resource.any_holds()
-        async with self.resource.held():
-            return await super().call(name, function, *args)
+        """See LocalRole; no replica visits meanwhile. Done again when all were lost in it, once one is back."""
+        while True:
+            if self.resource.loop is None:
+                await self._revive()
+            await self.resource.any_able()
+            try:
+                async with self.resource.held():
+                    return await super().call(name, function, *args)
+            except WorkerLost:
+                if self.resource.stopped:
+                    raise
+
+    async def _revive(self) -> None:
+        """What `_live` does for lost replicas, where no stage is served: before the first step, and after the last."""
+        for replica in list(self.resource.members.values()):
+            if (error := replica.workers.lost) is not None:
+                await self._again(replica, error, await self._lost(replica))
+                await replica.start(*self.resource.specs)
+                await self._catch_up(replica)
 
     def drain(self) -> list[Any]:
         """See LocalRole. Times are a mean over the replicas, which work beside each other."""
@@ -79,47 +95,71 @@ class ReplicaRole(LocalRole):
                 done, _ = await asyncio.wait(lives, return_when=asyncio.FIRST_COMPLETED)
                 lives -= done
             watch.cancel()
+        self.resource.loop = None  # nobody starts a lost one again
 
     async def _live(self, replica: Replica, stage: Stage) -> None:
         """A replica from its start to its end, through deaths."""
-        while True:
+        members = self.resource.members
+        while replica.stands or not replica.leaving:
             try:
                 if not replica.stands:
-                    await replica.device.call(replica.begin, *self.resource.specs)
+                    await replica.start(*self.resource.specs)
                 await self._catch_up(replica)
                 await self._pump(replica, stage)
                 break
-            except WorkerLost as error:
-                await self._lost(replica, error)
-            except ConfigError as error:  # no room for it: the run goes on with those that there are
-                log.warning("rollout replica %d cannot join: %s", replica.number, error.message)
-                break
+            except DocklandsError as error:
+                lost, no_room = isinstance(error, WorkerLost), isinstance(error, ConfigError) and not replica.stands
+                if not (lost or no_room or replica.joining):
+                    raise
+                again = await self._lost(replica)
+                if replica.leaving:
+                    break
+                if no_room or replica.joining:
+                    self._go_on_without(replica, error)
+                    break
+                await self._again(replica, error, again)
         if replica.leaving or not replica.stands:
-            self.resource.members.pop(replica.number, None)
-            await asyncio.to_thread(replica.close)
-            log.info("rollout replica %d has left; there are %d", replica.number, len(self.resource.members))
+            await self.resource.end(replica)
+            log.info("rollout replica %d has left; there are %d", replica.number, len(members))
+        else:  # the dock is closed: nobody is needed any more
+            for other in members.values():
+                if not other.holds.is_set():
+                    other.leave()
+
+    def _go_on_without(self, replica: Replica, error: DocklandsError) -> None:
+        """It cannot start, or there is no room for it. WorkerLost when it would have been the only one."""
+        if all(other is replica or other.leaving for other in self.resource.members.values()):
+            raise WorkerLost(f"no rollout replica is left: {error.message}", error.hint) from error
+        log.warning("rollout replica %d cannot join, the others go on: %s", replica.number, error.message)
 
     async def _catch_up(self, replica: Replica) -> None:
         sync = self.resource.sync
         if sync is not None and not replica.holds.is_set():
             await sync.catch_up(replica)
 
-    async def _lost(self, replica: Replica, error: WorkerLost) -> None:
-        """Its groups are free for others at once; other processes take its place, if that has not been too often."""
+    async def _lost(self, replica: Replica) -> int:
+        """Its groups are free for others at once; -> how many samples it had."""
         began = [*replica.hand.values(), *replica.inbox]
         replica.empty()
         replica.stands = False
         replica.holds.clear()
         for rows in began:
-            with suppress(DockError):  # closed, or its lease has ended by itself
-                await self._flow.give_back(rows)
+            await self._give_back(rows)
+        return sum(map(len, began))
+
+    async def _give_back(self, rows: Rows) -> None:
+        with suppress(DockError):  # closed, or its lease has ended by itself
+            await self._flow.give_back(rows)
+
+    async def _again(self, replica: Replica, error: DocklandsError, samples: int) -> None:
+        """Other processes take its place, if that has not been too often. Raises the error if it has."""
         if not self.resource.restarts.allow(max(0, self.resource.version)):
             raise error
         log.warning("%s", error.message)
         log.warning(
             "rollout replica %d is started again, the others go on; %d of its samples are asked for again",
             replica.number,
-            sum(map(len, began)),
+            samples,
         )
         self.note({"fleet/restarts": (1.0, 1.0)})
         await asyncio.to_thread(replica.again)
@@ -150,8 +190,7 @@ class ReplicaRole(LocalRole):
     async def _wait(self, replica: Replica) -> None:
         """Until there is something to do."""
         began = time.perf_counter()
-        async with self.resource.idle(replica):
-            await replica.stirred.wait()
+        await replica.stirred.wait()
         replica.stirred.clear()
         await asyncio.sleep(LINGER_S)
         self._idle += time.perf_counter() - began
@@ -161,7 +200,8 @@ class ReplicaRole(LocalRole):
         with suppress(DockClosed):
             while True:
                 await replica.room.wait()
-                asked = asyncio.ensure_future(self._flow.take(stage, groups=1))
+                near = self._flow.near_to(replica.workers.lines[0].address)
+                asked = asyncio.ensure_future(self._flow.take(stage, groups=1, near=near))
                 try:
                     rows = await asyncio.shield(asked)
                 except asyncio.CancelledError:
@@ -174,7 +214,9 @@ class ReplicaRole(LocalRole):
     def _return(self, asked: asyncio.Future[Rows]) -> None:
         """Rows for a replica that takes none any more."""
         if not asked.cancelled() and asked.exception() is None:
-            self._returning = asyncio.ensure_future(self._flow.give_back(asked.result()))
+            task = asyncio.ensure_future(self._give_back(asked.result()))
+            self._returning.add(task)
+            task.add_done_callback(self._returning.discard)
 
     async def _visit(self, replica: Replica, stage: Stage, fresh: Sequence[Rows]) -> None:
         replica.hand.update({rows.lease: rows for rows in fresh})
@@ -215,6 +257,7 @@ class ReplicaRole(LocalRole):
             elif ended.issuperset(ids):
                 mine = Outcome({row: dropped[row] for row in ids if row in dropped}, {}, [r for r in ids if r in later])
                 over.append(self._finish(replica.hand.pop(lease), mine))
+        self.resource.moved()
         await asyncio.gather(*over)
 
     async def _finish(self, rows: Rows, outcome: Outcome) -> None:
@@ -228,34 +271,39 @@ class ReplicaRole(LocalRole):
     async def _watch(self, begin: Callable[[Replica], None]) -> None:
         """Start and end replicas as the file of wishes says."""
         while self.resource.wishes is not None:
-            wanted = self._wanted(self.resource.wishes)
+            self._seen, number = wanted(self.resource.wishes, self._seen)
             members = self.resource.members
             staying = [replica for replica in members.values() if not replica.leaving]
-            if wanted is not None and wanted != len(staying):
-                log.info("%d rollout replicas are wanted, there are %d", wanted, len(staying))
-                for _ in range(wanted - len(staying)):
-                    begin(self.resource.add())
-                for replica in sorted(staying, key=lambda replica: replica.number)[wanted:]:
+            if number is not None and number != len(staying):
+                log.info("%d rollout replicas are wanted, there are %d", number, len(staying))
+                for _ in range(number - len(staying)):
+                    newcomer = self.resource.add()
+                    newcomer.joining = True
+                    begin(newcomer)
+                for replica in sorted(staying, key=lambda replica: replica.number)[number:]:
                     replica.leave()
             await asyncio.sleep(LOOK_S)
 
-    def _wanted(self, path: Path) -> int | None:
-        """What the file says since it has changed; None: nothing new, or nothing that is a number of replicas."""
-        try:
-            changed = path.stat().st_mtime
-            if changed == self._seen:
-                return None
-            self._seen = changed
-            wanted = json.loads(path.read_text(encoding="utf-8"))["generators"]
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("%s says nothing of how many replicas are wanted: %s", path, error)
-            return None
-        if not isinstance(wanted, int) or wanted < 1:
-            log.warning("%s wants %r rollout replicas: a whole number, at least 1", path, wanted)
-            return None
-        return wanted
+
+def wanted(path: Path, seen: float | None) -> tuple[float | None, int | None]:
+    """When the file was written, and what it says since it was `seen`; None: nothing new, or nothing that is a number
+    of replicas.
+    """
+    changed = seen
+    try:
+        changed = path.stat().st_mtime
+        if changed == seen:
+            return seen, None
+        number = json.loads(path.read_text(encoding="utf-8"))["generators"]
+    except FileNotFoundError:
+        return seen, None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s says nothing of how many replicas are wanted: %s", path, error)
+        return changed, None
+    if not isinstance(number, int) or number < 1:
+        log.warning("%s wants %r rollout replicas: a whole number, at least 1", path, number)
+        return changed, None
+    return changed, number
 
 
 def together(pieces: Sequence[Rows], stage: Stage) -> Rows:

@@ -22,7 +22,7 @@ from docklands.core.batch import Batch
 from docklands.core.fields import GROUP_ID
 from docklands.core.protocols import Rows, Sampling
 from docklands.core.stage import Result
-from docklands.errors import RolloutError
+from docklands.errors import WorkerLost
 from docklands.fleet.generation import ROLE, SYNC, GenerationShard, GenerationSpec, SyncSpec
 from docklands.fleet.local_backend import Device
 from docklands.fleet.publishing import Member
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 WISHES = "fleet.json"
 """In the run directory: how many replicas are wanted now."""
+LOOK_S = 0.05
+"""Seconds between two looks at whether one holds weights again."""
 
 
 class Replica:
@@ -43,6 +45,7 @@ class Replica:
     free         samples that could join
     whole        nothing can join what it is at work on (generation.Visit)
     holds        it has the version of the moment
+    joining      it came in mid-run, and has not held weights yet
     """
 
     def __init__(self, number: int, make: Callable[[Replica], Workers], owner: Replicas) -> None:
@@ -50,7 +53,7 @@ class Replica:
         self.device = Device(f"rollout.{number}")
         self.workers = make(self)
         self.holds = asyncio.Event()
-        self.stands = self.leaving = self.visiting = self.whole = False
+        self.stands = self.leaving = self.visiting = self.whole = self.joining = False
         self.empty()
 
     def empty(self) -> None:
@@ -60,6 +63,19 @@ class Replica:
         self.free = 1
         self.room, self.stirred = asyncio.Event(), asyncio.Event()
         self.room.set()
+        self._owner.moved()
+
+    async def start(self, spec: GenerationSpec, sync: SyncSpec) -> None:
+        """See `begin`. A caller that is cancelled waits for no room and no process."""
+        starting = asyncio.ensure_future(self.device.call(self.begin, spec, sync))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self.workers.give_up()
+            await asyncio.wait([starting])
+            if not starting.cancelled():
+                starting.exception()  # heard
+            raise
 
     def begin(self, spec: GenerationSpec, sync: SyncSpec) -> None:
         """Start the processes and make what they need. Blocks. Raises what that raises."""
@@ -84,6 +100,15 @@ class Replica:
         self.leaving = True
         self.room.clear()
         self.stirred.set()
+        if not self.stands:
+            self.workers.give_up()
+
+    def has_weights(self) -> None:
+        """Of the moment."""
+        self.joining = False
+        if not self.holds.is_set():
+            self.holds.set()
+            self.stirred.set()
 
     def nudge(self) -> None:
         """A visit is under way, and more has come: it should end soon."""
@@ -109,6 +134,8 @@ class Replica:
 
     def close(self) -> None:
         """End its processes."""
+        if not self.stands:
+            self.workers.give_up()
         self.workers.close()
         self.device.close()
 
@@ -138,10 +165,9 @@ class Replicas:
         self.sync: PartySync | None = None
         self.wishes: Path | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.drains = False
+        self.drains = self.stopped = False
         self._holders, self._draining = 0, False
-        self._open, self._quiet = asyncio.Event(), asyncio.Condition()
-        self._open.set()
+        self._moved = asyncio.Event()
         first = [self.add() for _ in range(number)]
         try:
             with ThreadPoolExecutor(number) as pool:
@@ -163,6 +189,12 @@ class Replicas:
         self.members[number] = replica
         return replica
 
+    async def end(self, replica: Replica) -> None:
+        """One fewer; its processes end between two publishes."""
+        if self.sync is not None:
+            await self.sync.leave(replica)
+        self.members.pop(replica.number, None)
+
     def standing(self) -> list[Replica]:
         """Those that publish, by number."""
         return [replica for _, replica in sorted(self.members.items()) if replica.stands and not replica.workers.lost]
@@ -171,56 +203,69 @@ class Replicas:
     async def held(self, publish: bool = False) -> AsyncIterator[None]:
         """No visit begins meanwhile. publish: where that was chosen, all that was begun ends first."""
         self._holders += 1
-        self._open.clear()
         try:
             if publish and self.drains:
                 self._draining = True
-                async with self._quiet:
-                    await self._quiet.wait_for(lambda: not any(r.hand for r in self.members.values()))
+                self.moved()
+                await self._until(lambda: not any(replica.hand for replica in self.members.values()))
             yield
         finally:
-            self._draining = False
+            self._draining = self._draining and not publish
             self._holders -= 1
-            if not self._holders:
-                self._open.set()
+            self.moved()
 
-    @asynccontextmanager
-    async def idle(self, replica: Replica) -> AsyncIterator[None]:
-        """It has nothing in hand."""
-        async with self._quiet:
-            self._quiet.notify_all()
-        yield
+    def able(self) -> list[Replica]:
+        """Those that have the version of the moment."""
+        return [replica for replica in self.standing() if replica.holds.is_set()]
 
-    async def any_holds(self) -> None:
-        """Until one has weights: all may be being started again."""
-        waits = [asyncio.ensure_future(replica.holds.wait()) for replica in self.members.values()]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in waits:
-                each.cancel()
+    async def any_able(self) -> None:
+        """Until there is one: all may be being started again. WorkerLost where nobody starts any."""
+        while not self.able():
+            if self.loop is None:
+                raise self._nobody()
+            await asyncio.sleep(LOOK_S)
+
+    def _nobody(self) -> WorkerLost:
+        lost = (replica.workers.lost for replica in self.members.values())
+        return next(filter(None, lost), WorkerLost("no generator stands", "their logs say why"))
 
     async def turn(self, replica: Replica) -> bool:
         """Wait until a visit may begin; -> whether new groups may join it."""
-        if self._draining and replica.hand:
-            return False
-        async with self._quiet:
-            self._quiet.notify_all()
-        await self._open.wait()
-        return True
+        await self._until(lambda: not self._holders or (self._draining and bool(replica.hand)))
+        return not self._draining
+
+    def moved(self) -> None:
+        """What `_until` may wait for has changed: a hand, or whether visits are held."""
+        self._moved.set()
+
+    async def _until(self, true: Callable[[], bool]) -> None:
+        while not true():
+            self._moved.clear()
+            await self._moved.wait()
 
     # --- rows that are not in the dock ------------------------------------------------------------------------
 
     def rollout(self, batch: Batch, sampling: Sampling, visit: int = 0) -> Result:
-        """See RolloutWorker: for evaluation. Groups are dealt to those that hold weights; in their order."""
-        able = [replica for replica in self.standing() if replica.holds.is_set()]
-        if not able:
-            raise RolloutError("no generator stands", "their logs say why; the run starts them again")
-        turn = np.unique(batch[GROUP_ID].numpy(), return_inverse=True)[1] % len(able)
-        parts = [batch.select(turn == index) for index in range(len(able))]
-        with ThreadPoolExecutor(len(able)) as pool:
-            asked = [pool.submit(r.call, "rollout", part, sampling, visit) for r, part in zip(able, parts) if len(part)]
-            found = [result for future in asked for result in future.result() if result is not None]
+        """See RolloutWorker: for evaluation. Groups are dealt to those that hold weights, and those of a lost one again
+        to the others. WorkerLost when none is left.
+        """
+        found: list[Result] = []
+        left = [batch]
+        while any(map(len, left)):
+            able, asked = self.able(), Batch.concat(left)
+            if not able:
+                raise self._nobody()
+            turn = np.unique(asked[GROUP_ID].numpy(), return_inverse=True)[1] % len(able)
+            dealt = [(replica, asked.select(turn == index)) for index, replica in enumerate(able[: turn.max() + 1])]
+            left = []
+            with ThreadPoolExecutor(len(able)) as pool:
+                calls = [pool.submit(replica.call, "rollout", part, sampling, visit) for replica, part in dealt]
+            for (replica, part), answer in zip(dealt, calls):
+                try:
+                    found += filter(None, answer.result())
+                except WorkerLost:
+                    left.append(part)
+                    replica.stop_soon()
         batches = [part.batch for part in found if part.batch is not None and len(part.batch)]
         dropped = {row: why for part in found for row, why in part.dropped.items()}
         return Result(Batch.concat(batches) if batches else None, dropped, {})
@@ -231,6 +276,7 @@ class Replicas:
 
     def abort(self) -> None:
         """End running rollouts soon, from any thread."""
+        self.stopped = True
         for replica in self.members.values():
             replica.workers.urgent(ROLE, "abort")
 

@@ -20,6 +20,7 @@ from docklands.dock.look import DockAddress
 from docklands.errors import DocklandsError, WorkerLost
 from docklands.fleet.host import Answer, Message, Setup, log_of
 from docklands.fleet.pulse import Pulse
+from docklands.fleet.warehouses import Reach
 from docklands.obs.log import log_tail
 
 log = logging.getLogger("docklands.fleet")
@@ -31,6 +32,7 @@ STACKS_S = 1.0
 GRACE_S = 5.0
 """How long the other ranks' answers are waited for once one has failed."""
 AGAIN = "start the run again; it resumes from the last checkpoint"
+ENDED = "the workers have been ended"
 
 
 class Line(Protocol):
@@ -75,8 +77,17 @@ class Carrier(Protocol):
 
     home: str
 
+    @property
+    def reach(self) -> Callable[[], Reach] | None:
+        """What makes a way to start programs of the dock on other nodes; None: there are no other nodes."""
+        ...
+
     def start(self, setup: Setup, deadline_s: float) -> list[Line]:
         """One for each rank. ConfigError when there is no room, WorkerLost when one does not come."""
+        ...
+
+    def give_up(self) -> None:
+        """What waits in `start` ends soon, with WorkerLost. From any thread."""
         ...
 
     def wait(self, lines: Sequence[Any], timeout_s: float) -> list[Any]:
@@ -190,6 +201,7 @@ class Workers:
                     self._pulse = Pulse(self.setup.heartbeat_s, self._hangs)
                     self.setup = replace(self.setup, pulse=self._pulse.address)
                 self.lines = self.carrier.start(self.setup, START_S)
+                self._check()
                 self._ask([0], "open_store", ())
                 port = list(self._answers([0], "start", START_S))[-1][0]
                 self._ask(everyone, "join", (self.lines[0].address, port))
@@ -212,10 +224,14 @@ class Workers:
         errors: dict[int, BaseException] = {}
         end = time.monotonic() + wait_s
         while len(answers) + len(errors) < len(ranks):
-            waiting = {id(self.lines[r]): r for r in ranks if r not in answers and r not in errors}
             left = min(end, time.monotonic() + GRACE_S if errors else end) - time.monotonic()
-            ready = self.carrier.wait([self.lines[rank] for rank in waiting.values()], max(0.0, left))
-            self._check()  # another thread may have lost a worker
+            try:
+                waiting = {id(self.lines[r]): r for r in ranks if r not in answers and r not in errors}
+                ready = self.carrier.wait([self.lines[rank] for rank in waiting.values()], max(0.0, left))
+            except (OSError, ValueError, IndexError):
+                self._check()
+                raise
+            self._check()  # another thread may have lost a worker, or ended all
             if not ready:
                 if errors:
                     break
@@ -266,6 +282,13 @@ class Workers:
             each.kill()
         self._on_hang()
 
+    def give_up(self) -> None:
+        """Whoever waits for these processes to start or to answer hears of their end soon. From any thread."""
+        self._lost = self._lost or ENDED
+        self.carrier.give_up()
+        for line in self.lines:
+            line.kill()
+
     def _tail(self, rank: int) -> str:
         """The last lines of a rank's log."""
         path = self._log_of(rank)
@@ -274,6 +297,7 @@ class Workers:
 
     def close(self) -> None:
         """End the processes."""
+        self._lost = self._lost or ENDED
         if self._pulse is not None:
             self._pulse.close()
             self._pulse = None
@@ -282,5 +306,4 @@ class Workers:
         for line in self.lines:
             line.close()
         self.lines = []
-        self._lost = self._lost or "the workers have been ended"
         self.carrier.close()

@@ -227,6 +227,14 @@ DOCK = [
     Metric("dock/fetches", "messages", "last", "fetches, since the start"),
     Metric("dock/bytes_in", "B", "last", "bytes put, since the start"),
     Metric("dock/bytes_out", "B", "last", "bytes fetched, since the start"),
+    Metric("dock/bytes_near", "B", "last", "of bytes_in, those put into a warehouse of the producer's own node"),
+    Metric(
+        "dock/generated_near",
+        "fraction",
+        "last",
+        "bytes of the rollouts that were put into a warehouse of the generator's own node, since the start",
+        volatile=True,
+    ),
     Metric("dock/ignored_puts", "cells", "last", "repeated writes that changed nothing, since the start"),
     Metric("dock/expired_leases", "leases", "last", "leases that passed their deadline, since the start"),
     Metric("dock/dropped/{reason}", "samples", "last", "rows dropped by reason, since the start"),
@@ -235,6 +243,7 @@ DOCK = [
     Metric("dock/{stage}/done", "samples", "last", "live rows that the stage has finished"),
     Metric("dock/{stage}/bytes_in", "B", "last", "bytes the stage put, since the start"),
     Metric("dock/{stage}/bytes_out", "B", "last", "bytes the stage fetched, since the start"),
+    Metric("dock/{stage}/bytes_near", "B", "last", "of the stage's bytes_in, those put on the producer's own node"),
     Metric("dock/{stage}/puts", "messages", "last", "puts of the stage, since the start"),
     Metric("dock/{stage}/fetches", "messages", "last", "fetches of the stage, since the start"),
 ]

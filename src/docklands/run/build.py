@@ -24,13 +24,14 @@ from docklands.errors import ConfigError
 from docklands.fleet.local_backend import LocalRole
 from docklands.fleet.replicas import Replicas
 from docklands.fleet.saving import RemoteCheckpoint
+from docklands.fleet.warehouses import spread
 from docklands.obs.rundir import RunDir
 from docklands.obs.sinks import Sinks
 from docklands.obs.watchdog import Watchdog
 from docklands.run.describe import SampleRecorder
-from docklands.run.fleet import build_fleet, build_sync, close
+from docklands.run.fleet import build_fleet, build_sync, close, workers_of
 from docklands.run.parts import Parts, build_parts
-from docklands.run.prompts import Prompts, group_of
+from docklands.run.prompts import Prompts, groups_of
 from docklands.run.session import Evaluation, Run
 
 
@@ -57,7 +58,7 @@ def build(config: Config, run_dir: RunDir, sinks: Sinks, show: Callable[[str], N
     try:
         fleet |= build_fleet(parts, graph, dock, beat)
         if parts.workers is not None and isinstance(dock, HostedDock):
-            dock.launcher.host = parts.workers.carrier.home  # where workers on other nodes find it
+            spread(dock, parts.workers.carrier, workers_of(parts, fleet), config.dock.warehouses)
         return Run(
             config=config,
             algorithm=parts.algorithm,
@@ -106,7 +107,7 @@ def dock_options(config: Config) -> DockOptions:
         prompts_per_step=config.rollout.prompts_per_step,
         group_size=config.rollout.samples_per_prompt,
         max_staleness=config.dock.max_staleness,
-        warehouses=config.dock.warehouses,
+        warehouses=max(1, config.dock.warehouses),  # 0: one for each node, which are known later
         capacity_bytes=config.dock.capacity_mib * 2**20,
         spill_bytes=config.dock.spill_mib * 2**20,
         fsync=config.dock.fsync,
@@ -136,7 +137,7 @@ def build_evaluation(parts: Parts, held_out: Source | None) -> Evaluation | None
     config = parts.config
     data = config.data.model_copy(update={"shuffle": False, "epochs": 1})
     prompts = PromptStream(held_out, parts.tokenizer, data, config.run.seed).take(config.eval.prompts)
-    groups = [group_of(prompt, i, config.eval.samples_per_prompt) for i, prompt in enumerate(prompts)]
+    groups = [groups_of([prompt], i, config.eval.samples_per_prompt) for i, prompt in enumerate(prompts)]
     name = (config.eval.source or config.data.source).rsplit(":", 1)[-1].rsplit("/", 1)[-1]
     return Evaluation(name, Batch.concat(groups), eval_sampling(config))
 

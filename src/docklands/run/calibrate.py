@@ -132,7 +132,8 @@ def training_figures(
     update = [median(lambda b=b: engine.update(b, learner), clock) for b in (small, large)]
     adam = OPTIMIZER_BYTES * sum(p.numel() for p in engine.model.parameters()) / base.memory
     pace, rest = line([3 * f for f in flops], [u - adam - 3 * micro * c for u, c in zip(update, counts)], [1, 1])
-    return replace(base, forward=speed / base.flops, micro=micro, train=pace / base.flops, update=rest)
+    peak = max(base.flops, speed, pace)  # the product alone may have been slower than a whole pass
+    return replace(base, flops=peak, forward=speed / peak, micro=micro, train=pace / peak, update=rest)
 
 
 def line(work: Sequence[float], taken: Sequence[float], counts: Sequence[int]) -> tuple[float, float]:

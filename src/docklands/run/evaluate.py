@@ -50,12 +50,14 @@ def bootstrap_interval(
 
 
 def roll_out(worker: Any, batch: Batch, sampling: Sampling) -> Batch:
-    """Generate for `batch` (admitted columns): its rows that came through, with the written columns added."""
+    """Generate for `batch` (admitted columns): its rows that came through, in order, with the written columns added."""
     rolled = worker.rollout(batch, sampling=sampling)
     written = rolled if isinstance(rolled, Batch) else rolled.batch
     if written is None:
         return batch.select([])
-    return batch.by_id(written.row_ids).with_({column: written[column] for column in written.fields})
+    came = batch.select(np.isin(batch.row_ids, written.row_ids))
+    written = written.by_id(came.row_ids)
+    return came.with_({column: written[column] for column in written.fields})
 
 
 async def score(scorer: Any, rolled: Batch) -> Batch:

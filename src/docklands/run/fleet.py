@@ -33,6 +33,7 @@ from docklands.fleet.publishing import PartySync
 from docklands.fleet.replica_role import ReplicaRole
 from docklands.fleet.replicas import WISHES, Replicas
 from docklands.fleet.supervise import Restarts
+from docklands.fleet.warehouses import WorkersOf
 from docklands.fleet.worker_role import WorkerRole
 from docklands.fleet.workers import Workers
 from docklands.models.adapters import with_lora
@@ -206,6 +207,22 @@ def generation_spec(parts: Parts) -> GenerationSpec:
         lora=applied(config),
         longest=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
     )
+
+
+def workers_of(parts: Parts, fleet: Mapping[str, LocalRole]) -> WorkersOf:
+    """Where the worker processes are, once they have been started, and the generators among them."""
+    generators = fleet["rollout"].resource if "rollout" in fleet else None
+
+    def leaders() -> list[str]:
+        """Of the generators, in the order in which they get groups (generation.GenerationShard._mine)."""
+        if isinstance(generators, Replicas):
+            return [replica.workers.lines[0].address for replica in generators.standing()]
+        if isinstance(generators, RemoteGenerator):
+            layout, lines = generators.spec.layout, generators.workers.lines
+            return [lines[layout.rank_of(dp=index)].address for index in range(layout.dp)]
+        return []
+
+    return WorkersOf(leaders, [line.address for line in parts.workers.lines] if parts.workers else [])
 
 
 RESOURCES: Mapping[str, Callable[[Parts], Any]] = {

@@ -6,7 +6,6 @@ reach of it are assumptions, and say so.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -17,6 +16,12 @@ from docklands.errors import ConfigError
 from docklands.registry import Registry
 
 TERA, GIGA, GIB = 1e12, 1e9, 1 << 30
+WORDS = {"name": (str, "a text"), "sources": (Mapping, "lines `figure: where it comes from`")}
+COUNTS = ("node", "server", "capacity")
+RATES = ("flops", "memory", "link", "network", "host", "endpoint", "forward", "train", "decode")
+SHARES = ("forward", "train", "decode", "stream")
+MOST_SHARE = 2.0
+"""A measured machine's `flops` is what one product reached: a whole pass may reach more (1.18 was seen)."""
 
 
 @dataclass(frozen=True)
@@ -67,26 +72,20 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name in ("name", "sources"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise ConfigError(f"hardware {self.name}: {item.name} is {value!r}", "a finite number from 0")
-        for name in (
-            "flops",
-            "memory",
-            "capacity",
-            "node",
-            "link",
-            "network",
-            "host",
-            "endpoint",
-            "forward",
-            "train",
-            "decode",
-        ):
-            if getattr(self, name) == 0:
-                raise ConfigError(f"hardware {self.name}: {name} is 0", "every rate is above 0")
+            value, wanted = getattr(self, item.name), ""
+            if item.name in WORDS:
+                kind, text = WORDS[item.name]
+                wanted = "" if isinstance(value, kind) else text
+            elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
+                wanted = "a number from 0, below 1e30"
+            elif item.name in COUNTS and (value < 1 or value != int(value)):
+                wanted = "a whole number from 1"
+            elif item.name in RATES and value == 0:
+                wanted = "every rate is above 0"
+            elif item.name in SHARES and value > MOST_SHARE:
+                wanted = f"a share, at most 1 (measured ones may come out higher, up to {MOST_SHARE:g})"
+            if wanted:
+                raise ConfigError(f"hardware {self.name}: {item.name} is {value!r}", wanted)
 
     def to_yaml(self) -> str:
         """As `read_hardware` reads it."""

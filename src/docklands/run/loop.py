@@ -45,13 +45,13 @@ async def train(run: Run) -> None:
 
 
 async def admit(prompts: Prompts, dock: Dock) -> None:
-    """A prompt enters when a slot is free: this is back-pressure and the staleness bound in one."""
-    with suppress(DockClosed):  # between the two: the group stays with the prompts
-        while await dock.slot():
-            group = prompts.next_group()
-            if group is None:
+    """Prompts enter when slots are free: this is back-pressure and the staleness bound in one."""
+    with suppress(DockClosed):  # between the two: the groups stay with the prompts
+        while slots := await dock.slots():
+            groups = prompts.next_groups(slots)
+            if groups is None:
                 return await dock.end_of_prompts()
-            await dock.admit(group)
+            await dock.admit(groups)
             prompts.admitted()
 
 

@@ -67,6 +67,8 @@ def train_supervised(
 ) -> int:
     """Run to the end. A lost process sends the run back to its last checkpoint, see fleet.max_restarts."""
     restarts = Restarts(config.fleet.max_restarts)
+    if resume:
+        check_unfinished(run_dir)
     while True:
         try:
             return asyncio.run(run_training(config, sources, run_dir, console, resume))
@@ -95,7 +97,6 @@ async def run_training(
         if resume:
             tell_changes(config, run_dir, console.say)
             step = await resuming.load_latest(run)
-            check_unfinished(run_dir, step)
             run_dir.truncate_after(step)
             console.say(f"resumed at step {step}" if step else "no complete checkpoint yet: starting at step 0")
         run_dir.write_config(resolved_yaml(anchored(config), sources))
@@ -116,10 +117,10 @@ async def run_training(
     return INTERRUPTED if interrupted else 0
 
 
-def check_unfinished(run_dir: RunDir, step: int) -> None:
+def check_unfinished(run_dir: RunDir) -> None:
     """CheckpointError for a run that ended without a checkpoint: starting anew would overwrite its records."""
     last = max((number for number, _ in run_dir.read_metrics()), default=0)
-    if step or not last or not run_dir.config.is_file():
+    if checkpoint.complete(run_dir.checkpoints) or names(run_dir.checkpoints) or not last:
         return
     steps = load_config(run_dir.config)[0].run.steps
     if last >= steps or ENDED in run_dir.read_env():
@@ -130,9 +131,16 @@ def check_unfinished(run_dir: RunDir, step: int) -> None:
 
 
 async def train_until_done(run: Run) -> bool:
-    """True when a stop was asked for before the last step; then a checkpoint of the last whole step is written."""
+    """True when a stop was asked for before the last step, or in the evaluation after it; then a checkpoint of the last
+    whole step is written.
+    """
     try:
         await train(run)
+        if run.out_of_prompts:
+            log.warning(
+                "the prompts ended after %d of %d steps; data.epochs=0 repeats them", run.step, run.config.run.steps
+            )
+            await run.end_early()
     except asyncio.CancelledError:
         if not run.stop_asked:
             raise
@@ -140,21 +148,16 @@ async def train_until_done(run: Run) -> bool:
         if task is not None:
             task.uncancel()
     except Exception as error:
-        if run.stop_asked and lost_process(error):
-            raise KeyboardInterrupt from error  # a worker that went down with the rest is no reason to start again
-        await resuming.save_despite(run, error)
+        if not (run.stop_asked and lost_process(error)):
+            await resuming.save_despite(run, error)
         raise
+    run.updating = True  # what follows only saves: a stop lets it end
+    if run.stop_asked and (run.step < run.config.run.steps or run.evaluation_due()):
+        await resuming.save(run, last=True)
+        return True
     if run.out_of_prompts:
-        log.warning(
-            "the prompts ended after %d of %d steps; data.epochs=0 repeats them", run.step, run.config.run.steps
-        )
-        await run.end_early()
         run.run_dir.write_env(**{ENDED: run.step})
-        return False
-    if run.step >= run.config.run.steps or not run.stop_asked:
-        return False
-    await resuming.save(run, last=True)
-    return True
+    return False
 
 
 @contextmanager
@@ -181,6 +184,10 @@ def stoppable(run: Run) -> Iterator[None]:
         loop.add_signal_handler(number, stop)
     try:
         yield
+    except Exception as error:
+        if run.stop_asked and lost_process(error):  # in the step or in the save after it: no reason to start again
+            raise KeyboardInterrupt from error
+        raise
     finally:
         for number in signals:
             loop.remove_signal_handler(number)

@@ -1,11 +1,11 @@
 """Prompts on their way into the dock: one group of rows per prompt, with ids that no restart changes.
 
-Legend: G samples of a prompt.
+Legend: N prompts, G samples of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,17 +14,23 @@ from docklands.core.batch import Batch
 from docklands.core.fields import GROUP_ID, PROMPT, PROMPT_ID, PROMPT_TOKENS, SAMPLE_INDEX
 from docklands.data.stream import Prompt, PromptStream
 
+AT_ONCE = 64
+"""Groups that enter the dock in one call: it has room for all of them, or for none."""
 
-def group_of(prompt: Prompt, group_id: int, samples: int) -> Batch:
-    """The G rows of a prompt, as the dock admits them. Row ids follow from the group id, so a repeat is harmless."""
+
+def groups_of(prompts: Sequence[Prompt], first: int, samples: int) -> Batch:
+    """The N G rows of prompts, as the dock admits them. Groups have ids from `first` on; row ids follow from them, so a
+    repeat is harmless.
+    """
+    rows = [(prompt, group) for group, prompt in enumerate(prompts, first) for _ in range(samples)]
     return Batch(
-        np.arange(group_id * samples, (group_id + 1) * samples),
+        np.arange(first * samples, first * samples + len(rows)),
         {
-            PROMPT_ID: [prompt.prompt_id] * samples,
-            GROUP_ID: [group_id] * samples,
-            SAMPLE_INDEX: list(range(samples)),
-            PROMPT_TOKENS: [prompt.tokens] * samples,
-            PROMPT: (prompt.row,) * samples,
+            PROMPT_ID: [prompt.prompt_id for prompt, _ in rows],
+            GROUP_ID: [group for _, group in rows],
+            SAMPLE_INDEX: list(range(samples)) * len(prompts),
+            PROMPT_TOKENS: [prompt.tokens for prompt, _ in rows],
+            PROMPT: tuple(prompt.row for prompt, _ in rows),
         },
     )
 
@@ -32,29 +38,31 @@ def group_of(prompt: Prompt, group_id: int, samples: int) -> Batch:
 class Prompts:
     """Groups for the dock, from a prompt stream. The position and the next group id are its whole state.
 
-    A group counts as given only once the dock has it (`admitted`): a snapshot taken in between offers it again.
+    Groups count as given only once the dock has them (`admitted`): a snapshot taken in between offers them again.
     """
 
     def __init__(self, stream: PromptStream, samples: int) -> None:
         self._stream = stream
         self._samples = samples
         self._next_group = 0
+        self._given = 0
         self._pending: Batch | None = None
         self._before = stream.state_dict()
 
-    def next_group(self) -> Batch | None:
-        """Rows of the next prompt, the same until it is admitted; None when the data is used up."""
+    def next_groups(self, most: int) -> Batch | None:
+        """Rows of the next prompts, the same until they are admitted; None when the data is used up."""
         if self._pending is None:
             self._before = self._stream.state_dict()
-            found = self._stream.take(1)
+            found = self._stream.take(min(most, AT_ONCE))
             if found:
-                self._pending = group_of(found[0], self._next_group, self._samples)
+                self._given = len(found)
+                self._pending = groups_of(found, self._next_group, self._samples)
         return self._pending
 
     def admitted(self) -> None:
-        """The dock holds the group that was given last."""
+        """The dock holds the groups that were given last."""
         self._pending = None
-        self._next_group += 1
+        self._next_group += self._given
 
     @property
     def epoch(self) -> int:

@@ -52,8 +52,8 @@ async def save(run: Run, last: bool = False) -> Path | None:
     }
     if (rollout := waiting_samples(run)) is not None:
         flow["rollout"] = rollout.state_dict()
-    flow["dock"], files = await run.dock.save()  # last: a prompt may be in both, never in neither
     try:
+        flow["dock"], files = await run.dock.save()  # last: a prompt may be in both, never in neither
         return await run.fleet["actor"].call("checkpoint", write, run, flow, files)
     except CheckpointError as error:
         if last or run.saver is None:

@@ -120,7 +120,10 @@ class Run:
         counts = await self.dock.counts()
         self.flow.write(self.step, counts)
         stats = {key.removeprefix("dock/"): value for key, value in counts.items()}
-        return {k: v for k, v in stats.items() if k in ("in_flight", "bytes") or k.startswith("dropped/")}
+        kept = {k: v for k, v in stats.items() if k in ("in_flight", "bytes") or k.startswith("dropped/")}
+        if generated := stats.get("rollout/bytes_in"):
+            kept["generated_near"] = stats["rollout/bytes_near"] / generated
+        return kept
 
     def drain(self, metrics: Metrics) -> None:
         """What the roles measured since the last call."""
@@ -140,9 +143,9 @@ class Run:
         return self.graph.learners
 
     async def before_training(self) -> None:
-        """First evaluation, once: not after a resume."""
-        if self.config.eval.before and self.step == 0:
-            await self.evaluate(0)
+        """First evaluation; after a resume, one that was cut by what ended the run before."""
+        if self.evaluation_due():
+            await self.evaluate()
 
     async def before_publish(self, step: int) -> None:
         """What a checkpoint of this step needs of the trainers' devices is copied while it is on them."""
@@ -166,28 +169,39 @@ class Run:
             await resume.settle(self)
         if self.checkpoint_due(self.step):
             await resume.save(self, last)
-        every = self.config.eval.every_steps
-        if (every and self.step % every == 0 and not last) or (last and self.config.eval.after):
-            await self.evaluate(self.step)
+        if self.evaluation_due():
+            await self.evaluate()
         self.watchdog.beat("step")
 
     async def end_early(self) -> None:
         """What the last step would have done: the prompts ended before it."""
         if self.checkpoint_due(self.step, last=True):
             await resume.save(self, last=True)
-        if self.config.eval.after:
-            await self.evaluate(self.step)
+        if self.evaluation_due(last=True):
+            await self.evaluate()
 
     def checkpoint_due(self, step: int, last: bool = False) -> bool:
         """Whether one is saved when `step` steps are done; the last is the last that was asked for, or is told."""
         every, at_end = self.config.checkpoint.every_steps, self.config.checkpoint.at_end
         return bool(every and step % every == 0) or (at_end and (last or step == self.config.run.steps))
 
-    async def evaluate(self, step: int) -> None:
-        """Generate and score the held-out prompts; one record in evals.jsonl."""
-        if self.evaluation is not None:
-            metrics, scored = await self.measure(self.evaluation, step)
-            self.run_dir.append_eval(step, self.evaluation.source, metrics, sample_records(scored))
+    def evaluation_due(self, last: bool = False) -> bool:
+        """Whether there is to be an evaluation of the weights of this step, and has been none yet."""
+        wanted = self.config.eval
+        if last or self.step == self.config.run.steps:
+            due = wanted.after
+        else:
+            due = bool(wanted.every_steps) and self.step % wanted.every_steps == 0 if self.step else wanted.before
+        return (
+            due and self.evaluation is not None and all(row["step"] != self.step for row in self.run_dir.read_evals())
+        )
+
+    async def evaluate(self) -> None:
+        """Generate and score the held-out prompts; one record in evals.jsonl, unless a stop has cut their samples."""
+        if self.evaluation is not None and not self.stop_asked:
+            metrics, scored = await self.measure(self.evaluation, self.step)
+            if not self.stop_asked:
+                self.run_dir.append_eval(self.step, self.evaluation.source, metrics, sample_records(scored))
 
     async def measure(self, evaluation: Evaluation, step: int) -> tuple[dict[str, float], Batch]:
         """Generate and score held-out prompts: -> metrics, and the rows with what was said. Nothing is written."""

@@ -98,11 +98,8 @@ class ShardedEngine(TrainEngine):
         max_tokens: int = 0,
         total_updates: int = 1,
     ) -> None:
-        self.sharded = model
-        self.mesh = model.mesh
-        self.section = section
-        self.temperature = temperature
-        self.max_tokens = max_tokens
+        self.sharded, self.mesh, self.section = model, model.mesh, section
+        self.temperature, self.max_tokens = temperature, max_tokens
         self.version = 0
         self.notes: list[str] = []
         self._learner = "actor"
@@ -127,6 +124,11 @@ class ShardedEngine(TrainEngine):
         return self.sharded.device
 
     @property
+    def replicas_meet(self) -> bool:
+        """A forward pass exchanges something with the replicas that have other rows: shards of parameters, experts."""
+        return self.mesh.layout.fsdp > 1 or (self.mesh.layout.data > 1 and self.sharded.config.moe is not None)
+
+    @property
     def _share_prefix(self) -> bool:
         """Ring attention splits whole sequences."""
         return self.section.share_prefix and not (self.mesh.cp and self.mesh.layout.context == "ring")
@@ -142,15 +144,15 @@ class ShardedEngine(TrainEngine):
         own = torch.tensor([counts], dtype=torch.int64, device=self.device)
         return (own if self.mesh.data is None else all_gather(own, self.mesh.data)).tolist()
 
-    def _work(self, batch: Batch) -> list[Work]:
-        """The micro-batches of this replica, as many as any replica has."""
+    def _work(self, batch: Batch, alike: bool = True) -> list[Work]:
+        """The micro-batches of this replica, as many as any replica has; not alike: those that it needs."""
         work = []
         for rows in self._plan(batch):
             micro = batch.select(rows)
             layout = lay_out(micro, self._share_prefix)
             if layout.num_tokens:
                 work.append(Work(layout, share_of(layout, self.mesh, self.device), micro, rows))
-        most = max(count for (count,) in self._agree(len(work)))
+        most = max(count for (count,) in self._agree(len(work))) if alike else len(work)
         return work + [Work(IDLE, share_of(IDLE, self.mesh, self.device)) for _ in range(most - len(work))]
 
     def _through(self, chunk: int, work: Work, x_SD: Tensor | None) -> Tensor:
@@ -192,7 +194,7 @@ class ShardedEngine(TrainEngine):
     def _per_token(self, batch: Batch, what: str) -> Jagged:
         if what != ("values_T" if self.sharded.kind is ValueModel else "logprobs_T"):
             raise TrainError(f"a {self.sharded.kind.__name__} gives no {what.removesuffix('_T')}")
-        work = self._work(batch)
+        work = self._work(batch, alike=self.replicas_meet)
         found = [torch.zeros(micro.tokens) for micro in work]
 
         def keep(out: Tensor, index: int) -> Tensor:

@@ -23,6 +23,9 @@ from docklands.parallel.context import Ring, Ulysses, zigzag
 from docklands.parallel.mesh import Mesh
 from docklands.train.microbatch import Layout
 
+EVEN = 1.01
+"""Tokens of the heaviest replica, by the mean, at which groups that follow one another are even enough."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -133,7 +136,8 @@ def gathered(value_U: Tensor, share: Share, mesh: Mesh) -> Tensor:
 def rows_of_replicas(lengths: np.ndarray, groups: np.ndarray, replicas: int) -> list[np.ndarray]:
     """Rows of each data-parallel replica: token counts balanced, groups whole where that costs no balance.
 
-    Longest processing time first; rows are in the given order within a replica. Deterministic.
+    Groups that follow one another where that is as even as EVEN says: they lie together in memory, too. Else longest
+    processing time first. Rows are in the given order within a replica. Deterministic.
 
     lengths, groups  int64 [B]: tokens and group id of each row; a row of unknown length (0) counts as one token
     """
@@ -142,15 +146,25 @@ def rows_of_replicas(lengths: np.ndarray, groups: np.ndarray, replicas: int) -> 
     lengths = np.maximum(lengths.astype(np.int64), 1)
     _, first, group = np.unique(groups, return_index=True, return_inverse=True)
     order = np.argsort(first)  # groups in the order in which they come
-    tokens = np.zeros(len(first), np.int64)
-    np.add.at(tokens, group, lengths)
+    tokens = np.bincount(group, lengths, len(first)).astype(np.int64)
     owner = np.empty(len(first), np.int64)
-    owner[order], heaviest = balanced(tokens[order], replicas)
+    mean = int(lengths.sum()) / replicas
+    owner[order], heaviest = consecutive(tokens[order], replicas)
+    if heaviest > EVEN * mean:
+        owner[order], heaviest = balanced(tokens[order], replicas)
     owner_of_row = owner[group]
-    if heaviest > 1.05 * int(lengths.sum()) / replicas:
+    if heaviest > 1.05 * mean:
         by_row, least = balanced(lengths, replicas)
         owner_of_row = owner_of_row if heaviest <= least else by_row
     return [np.flatnonzero(owner_of_row == replica) for replica in range(replicas)]
+
+
+def consecutive(weights: np.ndarray, replicas: int) -> tuple[np.ndarray, int]:
+    """As `balanced`, of pieces that follow one another: cut where that is nearest to equal shares."""
+    ends = np.cumsum(weights)
+    shares = int(ends[-1]) * np.arange(1, replicas) / replicas if len(ends) else np.zeros(0)
+    owner = np.searchsorted(shares, ends - weights / 2, side="right")  # by the middle of each piece
+    return owner, int(np.bincount(owner, weights, 1).max())
 
 
 def balanced(weights: np.ndarray, replicas: int) -> tuple[np.ndarray, int]:

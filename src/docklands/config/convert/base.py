@@ -220,10 +220,11 @@ class Converted:
 
 
 def describe(line: Line) -> str:
-    """name: value (their default) -> ours: note"""
+    """name: value (their default) -> ours: note. A comment is one line, whatever is in a name."""
     said = f"{line.name}: {one_line(line.value)}" + (" (their default)" if line.default else "")
     target = f" -> {', '.join(line.ours)}" if line.ours and line.kind == "mapped" else ""
-    return said + target + (f": {line.note}" if line.note else "")
+    said += target + (f": {line.note}" if line.note else "")
+    return "".join(letter if letter.isprintable() else " " for letter in said)
 
 
 def one_line(value: Any) -> str:

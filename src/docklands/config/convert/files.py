@@ -18,8 +18,11 @@ from docklands.errors import ConfigError
 
 SYSTEMS = {system.name: system for system in (MINDSPEED_RL, VERL, TRL)}
 OVERRIDE = re.compile(r"(?<![\w./$-])\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(\"[^\"]*\"|'[^']*'|[^\s\\]+)")
-VARIABLE = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;]*)\s*(?:#.*)?$", re.MULTILINE)
+VARIABLE = re.compile(r"^[^\S\n]*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;]*)\s*(?:#.*)?$", re.MULTILINE)
+REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
 ARGUMENT = re.compile(r"--([A-Za-z_]\w*)(?:=|\s+)(\"[^\"]*\"|'[^']*'|[^\s\\-][^\s\\]*)")
+MOST_PUT_IN = 1 << 20
+"""Characters that the variables of a script put in; each may hold others several times."""
 
 
 def convert_file(path: Path, name: str) -> Converted:
@@ -45,19 +48,25 @@ def read_values(path: Path, system: System) -> Iterator[tuple[str, Any]]:
 
 
 def from_shell(text: str) -> Iterator[tuple[str, Any]]:
-    """`a.b=value` (hydra) and `--name value`; variables that the script sets itself are put in."""
-    text = re.sub(r"(?m)^\s*#.*$", "", text)
+    """`a.b=value` (hydra) and `--name value`; variables that the script sets itself are put in. ConfigError."""
+    text = re.sub(r"(?m)^[^\S\n]*#.*$", "", text)
+    left = MOST_PUT_IN
+
+    def put(found: re.Match[str]) -> str:
+        nonlocal left
+        value = known.get(found[1], found[0])
+        left -= len(value)
+        if left < 0:
+            raise ConfigError(f"the variables of the script grow to over {MOST_PUT_IN:,} characters")
+        return value
+
     known = {name: value.strip("\"'") for name, value in VARIABLE.findall(text)}
     for _ in range(8):  # variables in variables
-        known = {name: substituted(value, known) for name, value in known.items()}
+        known = {name: REFERENCE.sub(put, value) for name, value in known.items()}
     for pattern in (OVERRIDE, ARGUMENT):
         for name, value in pattern.findall(text):
-            plain = substituted(value.strip("\"'"), known)
+            plain = REFERENCE.sub(put, value.strip("\"'"))
             yield name, plain if "$" in plain else yaml_io.parse_value(plain, name)
-
-
-def substituted(value: str, known: dict[str, str]) -> str:
-    return re.sub(r"\$\{?([A-Za-z_]\w*)\}?", lambda found: known.get(found[1], found[0]), value)
 
 
 def from_python(text: str, path: Path) -> Iterator[tuple[str, Any]]:

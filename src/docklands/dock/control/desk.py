@@ -74,9 +74,10 @@ class Clients:
             raise DockError(f"admission of {len(groups)} groups with {len(row_ids)} rows", "groups are of one size")
         if len(groups) > control.options.window:
             raise DockError(f"{len(groups)} groups at once, at most {control.options.window} are in flight")
-        if not -1 <= message.place < self.places:
-            raise DockError(f"admission to warehouse {message.place} of {self.places}")
-        place = message.place if message.place >= 0 else None
+        places = message.place if isinstance(message.place, list) else [message.place] * len(groups)
+        if len(places) != len(groups) or not all(-1 <= place < self.places for place in places):
+            raise DockError(f"admission to warehouse {', '.join(map(str, places))} of {self.places}")
+        at = dict(zip(groups, places))
         parts, wanted = row_ids.reshape(len(groups), -1), 1
 
         def attempt() -> Reply | None:
@@ -92,7 +93,7 @@ class Clients:
             if len(new) > control.slots:
                 wanted = len(new)
                 return None
-            control.admit_all(new, place)
+            control.admit_all(new, [at[group] for group, _ in new])
             return self._admitted(client, message), []
 
         why = partial(explain.why_slot, self.control)
@@ -150,6 +151,7 @@ class Desk(Clients):
 
     outbox  (client, call number, reply) to be sent
     stale   warehouses that have to say what they hold before a loaded state counts
+    heard   process id of each warehouse that has said what it holds
     moves   warehouses to be served elsewhere; joined: clients that have to hear where they are
     lost    groups of which a warehouse has lost rows whole, with the number of the loss, until they are there again
     lives   row -> its life, of those that were lost and made anew (warehouse/lives.py)
@@ -164,7 +166,7 @@ class Desk(Clients):
         self.frozen: set[bytes] = set()
         self.thawed = False
         self.places = places
-        self.stale: set[int] = set()
+        self.stale, self.heard = set[int](), dict[int, int]()
         self.clients: dict[bytes, Client] = {}
         self.outbox: list[tuple[bytes, int, Reply]] = []
         self.lost: dict[int, int] = {}
@@ -261,7 +263,7 @@ class Desk(Clients):
             case c.Save():
                 self.frozen.add(client)
                 state = recover.packed(self.control.state_dict())
-                return c.State(len(state)), [state]
+                return c.State(len(state), len(self.lost), [self.heard.get(p, 0) for p in range(self.places)]), [state]
             case c.Saved():
                 self.thaw(client)
         return c.Yes(), []
@@ -269,16 +271,16 @@ class Desk(Clients):
     def _slot(self, client: bytes, number: int) -> Reply | None:
         def attempt() -> Reply | None:
             self.control.raise_failure()
-            answer = self.control.look_slot()
-            return None if answer is None else (c.Yes(answer), [])
+            answer = self.control.look_slots()
+            return None if answer is None else (c.Slots(answer), [])
 
         why = partial(explain.why_slot, self.control)
         return attempt() or self._park(client, number, SLOT, attempt, late("slot", self, why))
 
     def _take(self, client: bytes, number: int, message: c.Take) -> Reply | None:
         stage = self.control.flow.stage(message.stage)
-        part = (message.rank, message.ranks)
-        want = self.control.want(stage.name, message.groups or None, message.max_tokens or None, part)
+        part, most = (message.rank, message.ranks), message.max_tokens or None
+        want = self.control.want(stage.name, message.groups or None, most, part, message.near)
 
         def attempt() -> Reply | None:
             self.control.raise_failure()
@@ -290,8 +292,7 @@ class Desk(Clients):
             return c.Taken(stage.name, rows.lease, len(rows), homes, lives), [c.rows_frame(rows)]
 
         self.expire()
-        why = partial(explain.why_take, self.control, stage, want)
-        wait = late(f"stage {stage.name!r}", self, why, message.wait_s)
+        wait = late(f"stage {stage.name!r}", self, partial(explain.why_take, self.control, stage, want), message.wait_s)
         return attempt() or self._park(client, number, stage.name, attempt, wait, want)
 
     def _named(self, message: c.Finish | c.Drop | c.Retire, frames: Sequence[Buffer]) -> Rows | None:

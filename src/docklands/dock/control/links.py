@@ -180,7 +180,7 @@ class Links:
             self.desk.over(stage, lease)
         if link.told and link.told != link.pid:
             log.warning("dock: warehouse %d was restarted (pid %d, then %d)", place, link.told, link.pid)
-        link.told = link.pid
+        link.told = self.desk.heard[place] = link.pid
         held, link.held = link.held or [], None
         for notices, buffers in held:
             self._notices(place, link, notices, buffers)

@@ -42,14 +42,15 @@ class Slot(Message, tag=65):
 
 
 class Admit(Message, tag=66):
-    """*rows*: enter groups, all or none. place -1: in turn. The caller then stores their source columns there.
+    """*rows*: enter groups, all or none. The caller then stores their source columns at their places.
 
     group_ids  their rows follow one another, as many of each
+    place      one for all of them, or one for each; -1: in turn
     loss       the source columns of a group are there again, after the loss that Again spoke of
     """
 
     group_ids: list[Int64]
-    place: Int64 = -1
+    place: Int64 | list[Int64] = -1
     loss: Int64 = 0
 
 
@@ -57,6 +58,7 @@ class Take(Message, tag=67):
     """Lease a stage's next rows; see Dock.take. groups 0: the default; max_tokens 0: no cap; wait_s 0: the options'.
 
     homes  say also where the rows lie in shared memory
+    near   places on the reader's node: groups there come first (Want)
     """
 
     stage: str
@@ -66,6 +68,7 @@ class Take(Message, tag=67):
     ranks: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
     wait_s: float = 0.0
     homes: bool = False
+    near: list[Int64] = []
 
 
 class Finish(Message, tag=68):
@@ -157,7 +160,7 @@ class Joined(Message, tag=96):
 
 
 class Yes(Message, tag=97):
-    """Done; or the answer to Slot. False of an acknowledgement: the lease has ended, name its rows."""
+    """Done. False of an acknowledgement: the lease has ended, name its rows."""
 
     value: bool = True
 
@@ -186,6 +189,12 @@ class Taken(Message, tag=99):
     lives: list[int] = []
 
 
+class Slots(Message, tag=106):
+    """Answer to Slot: how many groups may be admitted; 0: never again."""
+
+    groups: int
+
+
 class There(Message, tag=100):
     """Answer to Where."""
 
@@ -200,9 +209,15 @@ class View(Message, tag=101):
 
 
 class State(Message, tag=102):
-    """Answer to Save. One frame: the state."""
+    """Answer to Save. One frame: the state.
+
+    lost   groups whose source columns are to come again
+    heard  process id of each warehouse that has said what it holds; 0: it has not
+    """
 
     nbytes: int
+    lost: int
+    heard: list[int]
 
 
 class Again(Message, tag=103):
@@ -247,7 +262,7 @@ CALLS = Codec(
     | Quit
 )
 """Headers that the control process reads."""
-REPLIES = Codec(Joined | Yes | Admitted | Taken | There | View | State | Again | Moved | Beat | Failure)
+REPLIES = Codec(Joined | Yes | Admitted | Taken | Slots | There | View | State | Again | Moved | Beat | Failure)
 """Headers that its clients read."""
 
 

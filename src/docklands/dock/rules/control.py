@@ -11,6 +11,7 @@ Legend: B rows of a call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,8 +37,9 @@ SLOT, ROOM = "@slot", "@room"
 
 
 class Gate:
-    """How groups come in: base of Control, which sets these."""
+    """How groups come in, and what readers may ask for: base of Control, which sets these."""
 
+    flow: Flow
     options: DockOptions
     roster: Roster
     addresses: Addresses
@@ -57,11 +59,33 @@ class Gate:
         """One more group may be admitted."""
         return self.slots > 0
 
-    def look_slot(self) -> bool | None:
-        """Whether a group may be admitted; None: not now. False: never again."""
+    def look_slots(self) -> int | None:
+        """How many groups may be admitted; None: not one now. 0: never again."""
         if self.closed or self.ledger.exhausted:
-            return False
-        return True if self.has_slot else None
+            return 0
+        return self.slots or None
+
+    def want(
+        self,
+        stage: str,
+        groups: int | None,
+        max_tokens: int | None,
+        part: tuple[int, int] = (0, 0),
+        near: Iterable[int] = (),
+    ) -> Want:
+        """A reader's wish, with defaults; refused when it can never be met. `part`: rank, ranks."""
+        size = groups if groups is not None else self.default_groups(self.flow.stage(stage).by)
+        rank, ranks = part
+        if not 0 < size <= self.options.window:
+            raise DockError(
+                f"take of {size} groups for stage {stage!r}", f"1 to {self.options.window} groups are in flight"
+            )
+        if not 0 <= rank < max(1, ranks):
+            raise DockError(f"take of rank {rank} of {ranks} for stage {stage!r}", "ranks are 0 to ranks - 1")
+        return Want(size, max_tokens, rank=rank, ranks=ranks, near=frozenset(near))
+
+    def default_groups(self, by: str) -> int:
+        return self.options.prompts_per_step if by == "step" else self.options.take_groups
 
     def unknown(self, groups: Sequence[int], row_ids: np.ndarray) -> bool:
         """None of these groups is here, and none of their rows: a short way around `known`, which may still refuse."""
@@ -86,13 +110,13 @@ class Gate:
             raise DockError(f"group {group_id} is admitted after the end of prompts")
         return False
 
-    def admit(self, row_ids: np.ndarray, group_id: int, place: int | None = None) -> Admission:
-        """Enter a group of which nothing is ready yet. The caller has asked `known` and `has_slot`."""
-        return self.admit_all([(group_id, row_ids)], place)[0]
+    def admit(self, row_ids: np.ndarray, group_id: int, place: int = -1) -> Admission:
+        """Enter a group of which nothing is ready yet. The caller has asked `known` and `slots`."""
+        return self.admit_all([(group_id, row_ids)], [place])[0]
 
-    def admit_all(self, groups: Sequence[tuple[int, np.ndarray]], place: int | None = None) -> list[Admission]:
+    def admit_all(self, groups: Sequence[tuple[int, np.ndarray]], places: Sequence[int] = ()) -> list[Admission]:
         """As `admit`, of several groups (id, row ids) at once: hardly more work than one."""
-        entered = self.ledger.plan(groups, place)
+        entered = self.ledger.plan(groups, places)
         if entered:
             every = np.concatenate([new.row_ids for new in entered])
             facts = {"group_ids": [new.group_id for new in entered], "places": [new.place for new in entered]}
@@ -131,7 +155,8 @@ class Control(Gate):
 
     def _controller(self, stage: Stage) -> Controller:
         overtake = self.options.overtake if stage.by == "step" else 0
-        queue = GroupQueue(self.roster, stage.by, self.options.deterministic, overtake)
+        step = self.options.prompts_per_step
+        queue = GroupQueue(self.roster, stage.by, self.options.deterministic, overtake, step)
         return Controller(stage.name, (self.flow.reads[stage.name], self.flow.writes[stage.name]), queue)
 
     # --- columns ----------------------------------------------------------------------------------------------
@@ -162,28 +187,13 @@ class Control(Gate):
     def controller(self, stage: Stage | str) -> Controller:
         return self.controllers[self.flow.stage(stage if isinstance(stage, str) else stage.name).name]
 
-    def want(self, stage: str, groups: int | None, max_tokens: int | None, part: tuple[int, int] = (0, 0)) -> Want:
-        """A reader's wish, with defaults; refused when it can never be met. `part`: rank, ranks."""
-        size = groups if groups is not None else self.default_groups(self.flow.stage(stage).by)
-        rank, ranks = part
-        if not 0 < size <= self.options.window:
-            raise DockError(
-                f"take of {size} groups for stage {stage!r}", f"1 to {self.options.window} groups are in flight"
-            )
-        if not 0 <= rank < max(1, ranks):
-            raise DockError(f"take of rank {rank} of {ranks} for stage {stage!r}", "ranks are 0 to ranks - 1")
-        return Want(size, max_tokens, rank=rank, ranks=ranks)
-
-    def default_groups(self, by: str) -> int:
-        return self.options.prompts_per_step if by == "step" else self.options.take_groups
-
     def look_take(self, stage: str, want: Want, now: float, owner: str = "") -> Rows | None:
         """Lease the stage's next rows; None: not yet. Raises DockClosed when none will come."""
         controller = self.controller(stage)
         if self.closed:
             raise DockClosed(f"the dock is closed: nothing is left to take for stage {stage!r}")
         exhausted = self.ledger.exhausted
-        wish = Want(want.groups, want.max_tokens, exhausted, want.rank, want.ranks)
+        wish = Want(want.groups, want.max_tokens, exhausted, want.rank, want.ranks, want.near)
         wait = controller.waits_for_others(self.has_slot)
         rows = None if wait else controller.take(wish, now, self.options.lease_s, owner)
         if rows is None and exhausted and not controller.pending and not controller.leases:
@@ -268,9 +278,9 @@ class Control(Gate):
         return self.counters.expired_leases > before
 
     def next_deadline(self) -> float | None:
-        """When the next lease is overdue."""
-        first = [next(iter(c.leases.values())).deadline for c in self.controllers.values() if c.leases]
-        return min(first, default=None)
+        """When `expire` has something to do."""
+        first = min(controller.next_deadline() for controller in self.controllers.values())
+        return None if first == math.inf else first
 
     # --- leaving -----------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ Legend: B rows of a call.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from docklands.dock.rules.sampler import GroupQueue, divide, fit
 from docklands.dock.rules.table import NO_ROWS
 from docklands.errors import DockError
 
+NEAR_S = 0.05
+"""Rows that stand ready are kept so long for readers of their own node, while others wait for work."""
 EPOCH_BITS = 40
 """A lease number is the epoch of its process, then a count: one that outlives a restarted controller is recognised."""
 
@@ -51,6 +54,7 @@ class Controller(Progress):
         self._parts: dict[int, list[deque[int]]] = {}
         self._last_lease = self._first_lease = 0
         self._allowed = 0
+        self._kept_since = math.inf
 
     def begin_epoch(self, epoch: int) -> None:
         """Leases are numbered from here; acknowledgements of earlier epochs' leases do not count."""
@@ -64,7 +68,7 @@ class Controller(Progress):
             raise DockError("a stage by step takes whole steps and no token budget", "leave max_tokens out")
         if want.ranks:
             return self._take_part(want, now, lease_s, owner)
-        chosen, units = self._choose(want)
+        chosen, units = self._choose(want, now)
         if not len(chosen):
             return None
         try:
@@ -82,7 +86,7 @@ class Controller(Progress):
         while mine and mine[0] and mine[0] not in self.leases:
             mine.popleft()  # nobody came for it before its deadline
         if not mine:
-            chosen, units = self._choose(want)
+            chosen, units = self._choose(want, now)
             if not len(chosen):
                 return None
             try:
@@ -97,12 +101,15 @@ class Controller(Progress):
         self.leases[lease] = Lease(held.slots, held.left, now, now + lease_s, owner)
         return self._rows(held.slots, lease)
 
-    def _choose(self, want: Want) -> tuple[np.ndarray, np.ndarray]:
+    def _choose(self, want: Want, now: float) -> tuple[np.ndarray, np.ndarray]:
         """Slots that may be leased, in order, and which of them stay together. Their groups are to be recounted."""
-        blocks = self._queue.choose(self._limit(want.groups), want.exhausted)
+        groups, strict = self._limit(want.groups), bool(want.near) and now < self._kept_since + NEAR_S
+        blocks = self._queue.choose(groups, want.exhausted, want.near, strict)
         if not len(blocks):
+            if strict and self._queue.can_choose(groups, want.exhausted):
+                self._kept_since = min(self._kept_since, now)
             return NO_ROWS, NO_ROWS
-        self._allowed = 0
+        self._allowed, self._kept_since = 0, math.inf
         members = self._roster.members(blocks)
         mask = (self._state[members] == FREE) & (self._missing[members] & self._need == 0)
         slots = members[mask]
@@ -170,8 +177,15 @@ class Controller(Progress):
         slots = self.leases[lease].slots
         return slots[(self._lease[slots] == lease) & (self._state[slots] & STATE == LEASED)]
 
+    def next_deadline(self) -> float:
+        """When the first lease is overdue, or rows need not be kept for readers of their node; infinite: never."""
+        lease = next(iter(self.leases.values())).deadline if self.leases else math.inf
+        return min(lease, self._kept_since + NEAR_S if self._kept_since > -math.inf else math.inf)
+
     def expire(self, now: float) -> list[np.ndarray]:
         """Give the rows of overdue leases back; the slots of each such lease."""
+        if -math.inf < self._kept_since <= now - NEAR_S:
+            self._kept_since, self._changed = -math.inf, True
         overdue = []
         for lease, held in self.leases.items():  # the oldest deadline first
             if held.deadline > now:
@@ -213,6 +227,12 @@ class Controller(Progress):
     def can_take(self, groups: int, exhausted: bool) -> bool:
         """A take of `groups` groups would be answered."""
         return self._queue.can_choose(self._limit(groups), exhausted)
+
+    @property
+    def may_take(self) -> bool:
+        """See Progress.may_take. A rank's part may be set aside, and a short take allowed."""
+        set_aside = any(queue for waiting in self._parts.values() for queue in waiting)
+        return bool(self._allowed) or set_aside or super().may_take
 
     def go_on(self) -> None:
         """The flow is at rest: what was put off goes on alone."""

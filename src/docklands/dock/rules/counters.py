@@ -8,12 +8,13 @@ from typing import Any
 
 @dataclass
 class Traffic:
-    """Messages and bytes since the start, all stages or one."""
+    """Messages and bytes since the start, all stages or one. bytes_near: of bytes_in, those put on their own node."""
 
     puts: int = 0
     fetches: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+    bytes_near: int = 0
 
 
 @dataclass

@@ -76,17 +76,15 @@ class Ledger:
         """All groups that will ever be trained are in flight, unless some of them are dropped."""
         return self.ended or (0 < self.goal <= self.retired + self.in_flight)
 
-    @property
-    def next_place(self) -> int:
-        """Warehouse of the next group: whole groups, in turn."""
-        return self.admitted % self.options.warehouses
+    def plan(self, groups: Sequence[tuple[int, np.ndarray]], places: Sequence[int] = ()) -> list[Admission]:
+        """Groups (id, row ids) as they would enter. The caller has checked `room` and `known`.
 
-    def plan(self, groups: Sequence[tuple[int, np.ndarray]], place: int | None = None) -> list[Admission]:
-        """Groups (id, row ids) as they would enter. The caller has checked `room` and `known`. place None: in turn."""
-        first, places = self.admitted, self.options.warehouses
+        places  of each; -1, or none at all: in turn
+        """
+        first, count, places = self.admitted, self.options.warehouses, places or [-1] * len(groups)
         return [
-            Admission(row_ids, group_id, order, order % places if place is None else place)
-            for order, (group_id, row_ids) in enumerate(groups, first)
+            Admission(row_ids, group_id, order, order % count if place < 0 else place)
+            for order, ((group_id, row_ids), place) in enumerate(zip(groups, places), first)
         ]
 
     def admit(self, planned: Sequence[Admission]) -> None:

@@ -80,6 +80,7 @@ class Want:
     exhausted   no further group will be admitted, so what is left is all there is
     rank        which of the `ranks` data-parallel readers asks: what is chosen is divided among them, balanced by
                 tokens, and `max_tokens` caps each one's part; ranks 0: the reader takes all
+    near        places on the reader's node: groups of theirs come first, within a step's worth of the oldest
     """
 
     groups: int
@@ -87,6 +88,7 @@ class Want:
     exhausted: bool = False
     rank: int = 0
     ranks: int = 0
+    near: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Progress:
         bits = sum(self._bits[name] for name in columns)
         self._missing[slots] &= self._all & ~bits
         self._length[slots] = np.maximum(self._length[slots], lengths)
-        if bits & self._need:  # its own columns make no row ready for it
+        if bits & self._need and (self._missing[slots] & self._need == 0).any():  # else no row is ready by this
             self._recount(slots)
 
     def hide(self, slots: np.ndarray) -> None:

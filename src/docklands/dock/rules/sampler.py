@@ -12,6 +12,7 @@ Legend: B rows, N groups of a call. A group is named by its block in the roster.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 
 import numpy as np
 
@@ -31,18 +32,22 @@ class GroupQueue:
     ready    those of them whose columns are all there, int32 [blocks]
     pending  groups with an open row; whole: those of them with every open row ready
     put_off  blocks of whole groups that were begun and are to go on beside others (rest.py)
+    wanted   whole groups that the most modest of the takes in vain waits for, in a fixed composition; 0: not known
+
+    step     groups of a step: a reader's preference for its own node passes over older groups only within so many
     """
 
-    def __init__(self, roster: Roster, by: By, deterministic: bool, overtake: int = 0) -> None:
+    def __init__(self, roster: Roster, by: By, deterministic: bool, overtake: int = 0, step: int = 1) -> None:
         self.roster = roster
         self.by: By = by
         self.fixed = deterministic or by == "step"
-        self._overtake = overtake
+        self._overtake, self._step = overtake, step
         self.open, self.ready = np.zeros(0, np.int32), np.zeros(0, np.int32)
         self._skips, self._queued = np.zeros(0, np.int32), np.zeros(0, bool)
         self._heap: list[int] = []
         self.pending = self.whole = 0
         self.put_off: set[int] = set()
+        self.wanted, self._last = 0, -1
 
     def enter(self, blocks: np.ndarray) -> None:
         """New groups in blocks that may have been others'."""
@@ -86,8 +91,16 @@ class GroupQueue:
         new = blocks[able & ~self._queued[blocks]]
         if len(new):
             self._queued[new] = True
-            for key in ((self.roster.order[new] << BLOCK_BITS) | new).tolist():
+            self._push(np.sort((self.roster.order[new] << BLOCK_BITS) | new).tolist())
+
+    def _push(self, keys: list[int]) -> None:
+        """Entries, ascending, join the heap. Groups that have just been admitted come after all others."""
+        if keys[0] > self._last:
+            self._heap.extend(keys)
+        else:
+            for key in keys:
                 heapq.heappush(self._heap, key)
+        self._last = max(self._last, keys[-1])
 
     def put_back(self, blocks: np.ndarray) -> None:
         """These are to go on beside others, those of them that are whole."""
@@ -95,26 +108,34 @@ class GroupQueue:
         self.put_off.update(blocks[whole].tolist())
 
     def _update_few(self, blocks: np.ndarray, counts: tuple[np.ndarray, ...]) -> None:
-        """As `update`, one by one: for a few groups that takes half the time of the array operations."""
-        numbers = [array.tolist() for array in (blocks, self._queued[blocks], *counts)]
-        for block, queued, had, had_ready, left, ready in zip(*numbers):
-            self.pending += (left > 0) - (had > 0)
+        """As `update`, for a few groups, most of which change alike: less than the array operations take."""
+        changes = list(zip(*(array.tolist() for array in counts)))
+        joining: list[int] = []
+        for change in set(changes):
+            had, had_ready, left, ready = change
+            count = changes.count(change)
             whole = left > 0 and left == ready
-            self.whole += whole - (had > 0 and had == had_ready)
-            able = left > 0 if self.fixed else (ready > 0 if self.by == "sample" else whole)
-            if able and not queued:
-                self._queued[block] = True
-                heapq.heappush(self._heap, int(self.roster.order[block]) << BLOCK_BITS | block)
+            self.pending += count * ((left > 0) - (had > 0))
+            self.whole += count * (whole - (had > 0 and had == had_ready))
+            if left > 0 if self.fixed else (ready > 0 if self.by == "sample" else whole):
+                joining += [block for block, its in zip(blocks.tolist(), changes) if its == change]
+        new = [block for block in joining if not self._queued[block]]
+        if new:
+            self._queued[new] = True
+            self._push(sorted(int(self.roster.order[block]) << BLOCK_BITS | block for block in new))
 
-    def choose(self, groups: int, exhausted: bool) -> np.ndarray:
+    def choose(self, groups: int, exhausted: bool, near: Collection[int] = (), strict: bool = False) -> np.ndarray:
         """Blocks to hand out, in order of admission; none: not yet.
 
         groups     at most, beside those that were put off (in a fixed composition exactly, or all that are pending if
                    no further group will come)
         exhausted  no further group will be admitted
+        near       places whose groups come first; strict: others are not wanted
         The caller must `update` the chosen groups afterwards: they have left the queue.
         """
         keys, passed = self._scan(groups + len(self.put_off), exhausted)
+        if near and keys:
+            keys = self._nearest(keys, near, strict)
         for key in passed:
             heapq.heappush(self._heap, key)
         if not keys:
@@ -122,13 +143,34 @@ class GroupQueue:
         if passed:
             self.overtake(np.array([key & (1 << BLOCK_BITS) - 1 for key in passed], np.int64))
         blocks = np.array([key & (1 << BLOCK_BITS) - 1 for key in keys], np.int64)
-        self._queued[blocks] = False
+        self._queued[blocks], self.wanted = False, 0
         return blocks
+
+    def _nearest(self, keys: list[int], near: Collection[int], strict: bool) -> list[int]:
+        """Instead of these entries, as many of those that follow within a step and lie at a place that is near."""
+        last = (keys[0] >> BLOCK_BITS) + self._step
+        every = list(keys)
+        while self._heap and self._heap[0] >> BLOCK_BITS < last:
+            key = heapq.heappop(self._heap)
+            block = key & (1 << BLOCK_BITS) - 1
+            if not self._able(key):
+                continue
+            if self.fixed and self.open[block] != self.ready[block]:
+                heapq.heappush(self._heap, key)
+                break
+            every.append(key)
+        far = {key: int(self.roster.place[key & (1 << BLOCK_BITS) - 1]) not in near for key in every}
+        chosen = sorted(every, key=lambda key: (far[key], key))[: len(keys)]
+        if strict and any(far[key] for key in chosen):
+            chosen = []
+        for key in set(every).difference(chosen):
+            heapq.heappush(self._heap, key)
+        return sorted(chosen)
 
     @property
     def may_choose(self) -> bool:
-        """Whether `choose` might hand something out."""
-        return self.whole > 0 if self.fixed else bool(self._heap)
+        """Whether `choose` might hand something out to those who have asked in vain."""
+        return self.whole >= max(1, self.wanted) if self.fixed else bool(self._heap)
 
     def can_choose(self, groups: int, exhausted: bool) -> bool:
         """Whether `choose` would hand something out; changes nothing."""
@@ -141,7 +183,10 @@ class GroupQueue:
         """Entries taken out of the heap: those to hand out (all or none), and those that they overtake."""
         need = min(groups, self.pending) if exhausted else groups
         if self.fixed and (not need or self.whole < need):
+            self.wanted = min(need, self.wanted or need)
             return [], []
+        if straight := self._straight(groups):
+            return straight, []
         keys: list[int] = []
         passed: list[int] = []
         while self._heap and len(keys) < groups:
@@ -161,6 +206,24 @@ class GroupQueue:
                 heapq.heappush(self._heap, key)
             return [], []
         return keys, passed
+
+    def _straight(self, groups: int) -> list[int]:
+        """The first entries, taken out of the heap, if they are many and all stand for whole groups; else none."""
+        if not FEW < groups <= len(self._heap) or (self.by == "sample" and not self.fixed):
+            return []
+        first = self._heap[0] & (1 << BLOCK_BITS) - 1
+        if self.open[first] != self.ready[first]:
+            return []
+        keys = [heapq.heappop(self._heap) for _ in range(groups)]
+        found = np.array(keys, np.int64)
+        blocks = found & (1 << BLOCK_BITS) - 1
+        open_ = self.open[blocks]
+        same = (self.roster.order[blocks] == found >> BLOCK_BITS) & (open_ > 0) & (open_ == self.ready[blocks])
+        if same.all():
+            return keys
+        for key in keys:
+            heapq.heappush(self._heap, key)
+        return []
 
     def _able(self, key: int) -> bool:
         """Whether a heap entry still stands for a group that may be handed out."""

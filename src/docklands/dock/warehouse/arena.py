@@ -152,12 +152,13 @@ class Mapped:
         if magic != MAGIC or found != nonce or self._block <= 0 or not TABLE < self._data <= self.nbytes:
             raise WireError(f"{path} is not the arena that the warehouse has named")
         self.path, self.nonce = path, nonce
-        self._table = np.frombuffer(self._map, np.uint64, (self.nbytes - self._data) // self._block, TABLE)
+        self._blocks = (self.nbytes - self._data) // self._block
+        self._table = memoryview(self._map)[TABLE : TABLE + 8 * self._blocks].cast("Q")
 
     def fresh(self, generation: int, offset: int) -> bool:
         """The bytes at `offset` still belong to that generation."""
         block = (offset - self._data) // self._block
-        return generation > 0 and 0 <= block < len(self._table) and int(self._table[block]) == generation
+        return generation > 0 and 0 <= block < self._blocks and self._table[block] == generation
 
     def view(self, generation: int, offset: int, nbytes: int) -> Tensor:
         """Bytes as uint8 [nbytes], without a copy; look with `check` after using them.

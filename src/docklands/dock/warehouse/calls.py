@@ -158,17 +158,19 @@ class Inventory:
 
 
 class Borrowed:
-    """A batch that may lie in shared memory: use it, then `check`."""
+    """A batch that may lie in shared memory: use it, then `check`. nbytes: of its values."""
 
-    def __init__(self, batch: Batch, checks: Sequence[tuple[Session, Home]]) -> None:
+    def __init__(self, batch: Batch, checks: Sequence[tuple[Session, Home]], nbytes: int | None = None) -> None:
         self.batch, self._checks = batch, checks
+        self._nbytes = nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
-        columns = [self.batch[field] for field in self.batch.fields]
-        values = [column.values if isinstance(column, Jagged) else column for column in columns]
-        return sum(v.numel() * v.element_size() for v in values)
+        if self._nbytes is None:
+            columns = [self.batch[field] for field in self.batch.fields]
+            values = [column.values if isinstance(column, Jagged) else column for column in columns]
+            self._nbytes = sum(v.numel() * v.element_size() for v in values)
+        return self._nbytes
 
     def check(self) -> None:
         """RowGone if rows were freed meanwhile: whatever was made of the batch is void."""

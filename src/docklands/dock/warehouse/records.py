@@ -166,10 +166,19 @@ def check_birth(birth: m.Birth, rows: int) -> None:
         raise WireError(f"malformed message: admission of {rows} rows in {groups} groups")
 
 
-def traffic(store: Store, calls: str, direction: str, stage: str, nbytes: int) -> None:
-    """Count a call and its bytes, in all and for its stage."""
+def near(parts: Sequence[Part]) -> bool:
+    """What was put came through shared memory, so its producer is on this node."""
+    return any(home is not None for part in parts for _, home in part.pieces)
+
+
+def traffic(store: Store, calls: str, direction: str, stage: str, nbytes: int, here: bool = False) -> None:
+    """Count a call and its bytes, in all and for its stage. here: the bytes are of a producer on this node."""
     store.count(calls)
     store.count(direction, nbytes)
+    if here:
+        store.count("bytes_near", nbytes)
     if stage in store.stages:
         store.count(f"{stage}/{calls}")
         store.count(f"{stage}/{direction}", nbytes)
+        if here:
+            store.count(f"{stage}/bytes_near", nbytes)

@@ -33,6 +33,7 @@ from docklands.dock.warehouse.records import (
     check_birth,
     inside,
     inventory,
+    near,
     record_free,
     record_put,
     records,
@@ -78,6 +79,7 @@ class WarehouseOptions(msgspec.Struct, frozen=True, kw_only=True):
     folder            for the spill file and the snapshots; no call can name a file outside of it
     replica, replica_key  endpoint and public key of a second warehouse that is to have everything too; "": none
     replica_lost_s    seconds after which a second warehouse that is away is not waited for any more
+    second            it is that second warehouse: a starter puts it on another node than the first
     parent            pid of a process whose end ends this one too; 0: none
     log               path of its write-ahead log; "": none. fsync: when it is brought to disk (wal.py)
     """
@@ -97,6 +99,7 @@ class WarehouseOptions(msgspec.Struct, frozen=True, kw_only=True):
     replica: str = ""
     replica_key: str = ""
     replica_lost_s: float = 10.0
+    second: bool = False
     log: str = ""
     fsync: wal.Fsync = "never"
     message_bytes: int = 1 << 30
@@ -241,7 +244,7 @@ class Store:
         if writes or birth is not None or message.lease:
             self.seq += 1
             self.outbox += notices
-        traffic(self, "puts", "bytes_in", message.stage, nbytes)
+        traffic(self, "puts", "bytes_in", message.stage, nbytes, near(parts))
         return m.Stored(self.seq, self.warehouse.ignored - ignored, len(gone)), [gone.data]
 
     def get(self, message: m.Get, frames: Sequence[Buffer]) -> Reply:
