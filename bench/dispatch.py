@@ -6,16 +6,16 @@ two worker processes, with nothing to compute: what generation writes is made ah
 their input (2.6 ms of CPU time in a step). Ours is the loop's pumps, roles, workers and dock, as a run has them. Same
 rows, same columns, same functions on all sides; what the updates give is compared in each step. Peers:
 
-    buffer      the issue's: samples in one Ray actor, put and got by rows and columns; a driver that gets what a stage
-                reads, calls a worker (Ray actors, too), gets what it writes, and puts it back (replay.py)
+    buffer      a replay buffer: samples in one Ray actor, put and got by rows and columns; a driver that gets what a
+                stage reads, calls a worker (Ray actors, too), gets what it writes, and puts it back (replay.py)
     controller  the same with buffer and driver merged into one actor, which halves the ways (central.py)
 
 Every column of every row passes through the actor in both; their files say how they are kept fast.
 
 A worker gets its half of the step at once (`step`, the default of `dock.groups_per_take`) or 64 rows at a time
 (`chunk_64`: ours takes 128 for the two). Sizes are `short` (prompts of about 128 tokens, responses of 16 to 1,024) or
-those of issue 3's flow (`--sizes long`: 256, and 64 to 2,048). Each side is a process of its own; they take turns, a
-step each. The first step is left out. The last lines are JSON: ratio > 1 means that we are better; `spread` is the
+those of bench/dock_flow.py (`--sizes long`: 256, and 64 to 2,048). Each side is a process of its own; they take turns,
+a step each. The first step is left out. The last lines are JSON: ratio > 1 means that we are better; `spread` is the
 middle half of the ratios of single steps.
 
     python bench/dispatch.py --peer-python PATH     an interpreter with ray (default: this one)

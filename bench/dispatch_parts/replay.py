@@ -1,5 +1,5 @@
-"""A peer: a central replay buffer with a driver, as the issue and the MindSpeed RL paper (its section on the transfer
-dock) describe what a dock replaces.
+"""A peer: a central replay buffer with a driver, which is what a transfer dock replaces (MindSpeed RL, arXiv
+2507.19017, the section on the sample flow).
 
 The samples are in one Ray actor, put and got by rows and columns. The driver gets what a stage reads, calls a worker
 (a Ray actor) with it, gets what that writes, and puts it back; rewards and advantages it computes itself. Equally well

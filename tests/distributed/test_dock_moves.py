@@ -213,8 +213,9 @@ def test_a_snapshot_goes_on_with_other_warehouses_and_in_the_other_transport(
     )
 
 
+@pytest.mark.parametrize("closed", [False, True])
 def test_a_snapshot_waits_until_what_died_meanwhile_is_whole_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody could make rows anew whose prompts are neither in the snapshot nor with the client that restores it."""
 
@@ -223,6 +224,8 @@ def test_a_snapshot_waits_until_what_died_meanwhile_is_whole_again(
         await dock.open()
         try:
             await half_a_step(dock)
+            if closed:  # as by Ctrl-C, before its checkpoint
+                await dock.close()
             for name in ("warehouse 0", "control"):
                 dock.launcher.kill(name)
             state, (file,) = await dock.save()

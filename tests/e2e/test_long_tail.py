@@ -88,7 +88,7 @@ class Lengths(LiveRollout):
 class Here:
     """A replica's processes, in this one. steps: that its engine has made."""
 
-    lost = None
+    lost, lines = None, (SimpleNamespace(address="127.0.0.1"),)
 
     def __init__(self, slots: int, table: np.ndarray, seed: int) -> None:
         section = RolloutSection(max_batch=slots, max_response_tokens=LONGEST, kv_block_tokens=16)

@@ -22,8 +22,10 @@ from docklands.dock.warehouse.client import AsyncWarehouseClient
 from docklands.dock.wire.net import Keys, Peer
 from docklands.errors import DockError, WarehouseLost
 
-LOOK_S, AGAIN_S = 3.0, 0.05
-"""Seconds that `describe` gives the control process to answer, and between two attempts of a snapshot."""
+LOOK_S = 3.0
+"""Seconds that `describe` gives the control process to answer."""
+WHOLE_S, AGAIN_S = 60.0, 0.05
+"""Seconds that a snapshot waits until the dock is whole, and between two attempts."""
 RENAMED = {"gets": "fetches", "ignored_cells": "ignored_puts"}
 """A warehouse's figures by the names of the dock's metrics."""
 
@@ -103,11 +105,11 @@ class Outlook:
         """A snapshot, also in mid-step; leases become free. Each warehouse writes its bytes to a file on its own node.
 
         A process that dies meanwhile is waited for, and what it has lost, until it is there again: nobody could make it
-        anew out of the snapshot. Raises WarehouseLost when that takes longer than `wait_s`.
+        anew out of the snapshot. Raises WarehouseLost when that takes longer than WHOLE_S.
 
         name  of the file, in the folder that each warehouse was given
         """
-        end = time.monotonic() + self.options.wait_s
+        end = time.monotonic() + WHOLE_S
         while True:
             pids, epoch = await self._pids(), self.control.epoch
             reply, frames = await self._call(c.Save())
@@ -120,7 +122,7 @@ class Outlook:
             finally:
                 await self._call(c.Saved())
             if time.monotonic() > end:
-                raise WarehouseLost(f"the dock was never whole for {self.options.wait_s:.0f} s: no snapshot was made")
+                raise WarehouseLost(f"the dock was not whole for {WHOLE_S:.0f} s: no snapshot was made")
             await asyncio.sleep(AGAIN_S)
         state = torch.frombuffer(bytearray(frames[0]), dtype=torch.uint8)
         shape = shape_of(self.flow, self.options)

@@ -82,7 +82,7 @@ class Clients:
 
         def attempt() -> Reply | None:
             control.raise_failure()
-            if control.closed:
+            if control.closed and not message.loss:  # what was lost of those that are here may be in a snapshot yet
                 raise DockClosed("the dock is closed: no group is admitted any more")
             nonlocal wanted
             if 1 < wanted and control.slots < wanted:  # as many as lacked a slot when they were last looked at
