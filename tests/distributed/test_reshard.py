@@ -128,8 +128,9 @@ def with_a_dead_peer() -> str:
     trained = locals_of(build_sharded(config, Mesh(Layout(tp=2), timeout_s=60), seed=3))
     plan = plan_reshard(config, Layout(tp=2), Layout(dp=2), Options(itemsize=4))
     mover = Resharder(plan, dtype=torch.float32, timeout_s=0.5)
+    dist.barrier()
     if dist.get_rank() == 1:
-        time.sleep(1.5)
+        time.sleep(3)
         return ""
     try:
         mover.run(trained)

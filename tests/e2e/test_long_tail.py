@@ -85,6 +85,16 @@ class Lengths(LiveRollout):
         return [exact(request) for request in super().begin(batch)]
 
 
+class Beside(Dock):
+    """A dock in this process, asked as one with warehouses on nodes is."""
+
+    def near_to(self, _: str) -> Sequence[int]:
+        return ()
+
+    async def take(self, stage: Stage, *, near: Sequence[int] = (), **want: Any) -> Rows:
+        return await super().take(stage, **want)
+
+
 class Here:
     """A replica's processes, in this one. steps: that its engine has made."""
 
@@ -146,7 +156,7 @@ def prompts(samples: int) -> list[Batch]:
 
 async def makespan(replicas: int, slots: int, table: np.ndarray, seed: int) -> tuple[float, list[Here]]:
     """Decode steps from the first group to the last, and who did what."""
-    dock = Dock(GRAPH, DockOptions(prompts_per_step=len(table) // SAMPLES, group_size=SAMPLES, wait_s=1e6))
+    dock = Beside(GRAPH, DockOptions(prompts_per_step=len(table) // SAMPLES, group_size=SAMPLES, wait_s=1e6))
     role, here = stand(replicas, slots, table, seed, dock)
     for group in prompts(len(table)):
         await dock.admit(group)

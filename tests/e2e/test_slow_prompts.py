@@ -16,11 +16,11 @@ import pytest
 
 from docklands.core.fields import LOSS_MASK, WEIGHT_VERSIONS
 from docklands.core.protocols import Generation, Request
-from docklands.dock import Dock, DockOptions
+from docklands.dock import DockOptions
 from docklands.rollout import NativeEngine, engines
 from tests import rollout_cases as cases
 from tests.e2e.runs import run_here
-from tests.e2e.test_long_tail import GRAPH, ROLLOUT, SAMPLES, UPDATE, StepClock, prompts, stand
+from tests.e2e.test_long_tail import GRAPH, ROLLOUT, SAMPLES, UPDATE, Beside, StepClock, prompts, stand
 
 FAST, SLOW = 8, 40
 PROMPTS, STEPS, UPDATE_TAKES = 8, 20, 20
@@ -51,7 +51,7 @@ async def fleet_run(overtake: int) -> list[Trained]:
     """Two replicas that go on through updates of weights, and a trainer. Time is counted in decode steps."""
     count = PROMPTS * STEPS * SAMPLES
     table = np.where(np.arange(count) // SAMPLES % 2, SLOW, FAST)
-    dock = Dock(
+    dock = Beside(
         GRAPH,
         DockOptions(
             PROMPTS, SAMPLES, max_staleness=1 + overtake, overtake=overtake, deterministic=False, wait_s=1e6,

@@ -99,10 +99,6 @@ class Dock(InProcess):
 
     # --- stages work -------------------------------------------------------------------------------------------
 
-    def near_to(self, address: str) -> Sequence[int]:
-        """Places on the node with this address; none where all are: there is nothing to choose."""
-        return ()
-
     async def take(
         self,
         stage: Stage,
@@ -111,7 +107,6 @@ class Dock(InProcess):
         max_tokens: int | None = None,
         rank: int = 0,
         ranks: int = 0,
-        near: Sequence[int] = (),
     ) -> Rows:
         """The stage's next rows, under a lease of `lease_s`.
 
@@ -119,7 +114,6 @@ class Dock(InProcess):
         max_tokens   hard cap on their tokens, by whole rows or groups
         rank, ranks  the part of one of `ranks` data-parallel readers: each round's rows are divided among them,
                      balanced by tokens (`max_tokens` then caps each part); a part may hold no row
-        near         places whose groups come first; of a dock in this process all are near
         Raises TakeTimeout after `wait_s`, DockClosed when the dock is closed or nothing is left to take.
         """
         want = self._control.want(stage.name, groups, max_tokens, (rank, ranks))
