@@ -352,7 +352,7 @@ class ControlMachine(RuleBasedStateMachine):
 class TestControlMachine(ControlMachine.TestCase):
     """Ten thousand steps at least, counted."""
 
-    settings = settings(max_examples=145, stateful_step_count=90, deadline=None)
+    settings = settings(max_examples=190, stateful_step_count=90, deadline=None)
 
     def runTest(self) -> None:
         super().runTest()

@@ -93,3 +93,21 @@ def test_prompts_are_given_until_the_dock_has_them() -> None:
     assert last is not None and len(last) == GROUP and int(last[GROUP_ID][0]) == AT_ONCE + 2
     prompts.admitted()
     assert prompts.next_groups(10) is None
+
+
+@pytest.mark.parametrize("left", [(), (0,), (0, 1)])
+def test_groups_that_came_in_while_a_checkpoint_was_made_are_not_given_again(left: tuple[int, ...]) -> None:
+    """The prompts were asked first: they know of none of the three that the dock holds, or held."""
+
+    async def main() -> None:
+        dock = Dock(PLAIN, options(4, deterministic=False))
+        await dock.admit(groups(0, 1, 2))
+        for _ in left:
+            await dock.drop(await dock.take(ROLLOUT, groups=1), "short")
+        prompts = Prompts(Stream(9), GROUP)  # type: ignore[arg-type]
+        await prompts.rejoin(dock)
+        given = prompts.next_groups(1)
+        assert given is not None and given[GROUP_ID].tolist() == [3] * GROUP
+        assert dock._control.ledger.admitted == 3
+
+    run(main())

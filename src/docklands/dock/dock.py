@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from docklands.core.batch import Batch
 from docklands.core.fields import Field
 from docklands.core.graph import Graph
@@ -84,12 +86,15 @@ class Dock(InProcess):
     async def admit(self, batch: Batch) -> None:
         """Enter groups of `group_size` rows with the graph's source columns, all or none of them. The same ids again
         change nothing.
-
         Waits for slots and for room. Raises DockError and UnknownField for a batch that is not of whole groups.
         """
         if self._control.closed:
             raise DockClosed("the dock is closed: no group is admitted any more")
         await self._write("admit", lambda: not self._control.closed and self._exchange.admit(batch))
+
+    async def here(self, row_ids: np.ndarray) -> np.ndarray:
+        """Which rows are in the flow, bool [B]."""
+        return self._control.roster.find(row_ids) >= 0
 
     async def end_of_prompts(self) -> None:
         """No further group will be admitted: the last takes may be short, then streams end."""
@@ -146,8 +151,7 @@ class Dock(InProcess):
             return self._exchange.fetch(rows, fields)
 
     async def put(self, batch: Batch, rows: Rows | None = None) -> None:
-        """Write columns of rows. A cell that is there already keeps its value: the first complete write wins.
-        rows: the leased ones that they were made of, of use to a dock in other processes.
+        """Write columns of rows (`rows`: of use to docks in other processes). A cell's first complete write wins.
 
         A write to a row that left under its reader's hands (dropped by another stage, or trained after the lease had
         expired) is passed over and counted; to any other unknown row it is RowGone. Waits for room.
@@ -189,9 +193,8 @@ class Dock(InProcess):
             self._settle()
 
     async def close(self) -> None:
-        """End: streams stop, slots are refused, waiting takes raise DockClosed.
-
-        Readers at work may still fetch, put and finish, so that a run ends without an error in its last stages.
+        """End: streams stop, slots are refused, waiting takes raise DockClosed. Readers at work may still fetch, put
+        and finish, so that a run ends without an error in its last stages.
         """
         with self._lock:
             self._control.closed = True

@@ -96,8 +96,8 @@ class Outlook:
         except DockError as error:
             return f"dock: {error}"
 
-    async def _alive(self, row_ids: np.ndarray) -> np.ndarray:
-        """Which rows the control process knows, bool [B]: a warehouse may hold others until it has freed them."""
+    async def here(self, row_ids: np.ndarray) -> np.ndarray:
+        """See Dock.here. A warehouse may hold other rows, too, until it has freed them."""
         _, frames = await self._call(c.Where(), [np.ascontiguousarray(row_ids).data])
         return np.frombuffer(frames[0], np.int64) >= 0
 
@@ -152,7 +152,7 @@ class Outlook:
         sources = tuple(self.flow.fields[name] for name in self.flow.sources)
         for place in range(self.places):
             held = await self.warehouses.inventory(place)
-            groups, known = held.births["group_id"], await self._alive(held.row_ids)
+            groups, known = held.births["group_id"], await self.here(held.row_ids)
             for group in np.unique(groups[known]).tolist():
                 rows = held.row_ids[known & (groups == group)]
                 self._keep(group, await self.warehouses.get(rows, place, sources))

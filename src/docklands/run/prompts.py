@@ -6,13 +6,16 @@ Legend: N prompts, G samples of each.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from docklands.core.batch import Batch
 from docklands.core.fields import GROUP_ID, PROMPT, PROMPT_ID, PROMPT_TOKENS, SAMPLE_INDEX
 from docklands.data.stream import Prompt, PromptStream
+
+if TYPE_CHECKING:
+    from docklands.core.protocols import Dock
 
 AT_ONCE = 64
 """Groups that enter the dock in one call: it has room for all of them, or for none."""
@@ -63,6 +66,23 @@ class Prompts:
         """The dock holds the groups that were given last."""
         self._pending = None
         self._next_group += self._given
+
+    async def rejoin(self, dock: Dock) -> None:
+        """After a resume: groups that came into the dock while the checkpoint was made, and so count as not given. What
+        their warehouse may not have got comes again, and they are not given a second time, when they have left.
+        """
+        while (groups := self.next_groups(AT_ONCE)) is not None:
+            there = (await dock.here(groups.row_ids)).reshape(self._given, -1).any(1)
+            last = int(np.flatnonzero(there)[-1]) + 1 if there.any() else 0
+            if last:
+                await dock.admit(groups.select(np.repeat(there, self._samples)))
+            whole = last == self._given
+            self._stream.load_state_dict(self._before)
+            self._stream.take(last)
+            self._given = last
+            self.admitted()
+            if not whole:
+                return
 
     @property
     def epoch(self) -> int:

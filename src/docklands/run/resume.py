@@ -158,6 +158,7 @@ async def load(run: Run, path: Path) -> None:
         with fitting():
             run.prompts.load_state_dict(flow["prompts"])
             await run.dock.load(flow["dock"], path)
+            await run.prompts.rejoin(run.dock)
             run.algorithm.load_state_dict(flow["algorithm"])
         if (rollout := waiting_samples(run)) is not None and "rollout" in flow:
             rollout.load_state_dict(flow["rollout"])
