@@ -108,7 +108,7 @@ def results(name: str, laps: dict[str, list[dict[str, float]]]) -> list[dict[str
             rounds = [y / x for x, y in zip(a, b)]
             spread = statistics.quantiles(rounds, n=4)[::2] if len(rounds) > 1 else rounds * 2
             ours, theirs = float(f"{statistics.median(a):.4g}"), float(f"{statistics.median(b):.4g}")
-            line = {"bench": f"dispatch/{name}", "against": peer, "metric": metric, "ours": ours, "peer": theirs}
+            line = {"bench": f"dispatch/{name}/{peer}", "metric": metric, "ours": ours, "peer": theirs}
             line |= {"ratio": float(f"{theirs / ours:.4g}"), "n": len(rounds)}
             found.append({**line, "spread": [float(f"{value:.3g}") for value in spread]})
     return found
