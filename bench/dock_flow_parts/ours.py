@@ -7,12 +7,12 @@ Option: COUNT of warehouses, then any of
   eager       takes of what is ready, up to a hand-out, instead of exactly one (dock.deterministic: false)
 
 As in the loop, prompts enter while there are slots for them (with their group ids: the only column that the peers do
-not carry), a rollout stage takes 512 rows, puts their tokens and log-probs chunk by chunk, two of them under way, and
-acknowledges them; ref and reward take a hand-out each, read, write and acknowledge; the actor takes a step, reads it in
-micro-batches and retires it. Prompts and every stage have a client of their own, as each is a
-process of its own in a real run. Takes are of exactly a hand-out, in order of admission (dock.deterministic, as by
-default); 192 groups at most are in flight. A reader looks into every page of what it is given, so that a view of shared
-memory costs what it costs.
+not carry), a rollout stage takes 512 rows, puts their tokens and log-probs chunk by chunk, none waiting for the one
+before it, and acknowledges them; ref and reward take a hand-out each, read, write and acknowledge; the actor takes a
+step, reads it in micro-batches and retires it. Prompts and every stage have a client of their own, as each is a process
+of its own in a real run. Takes are of exactly a hand-out, in order of admission (dock.deterministic, as by default);
+192 groups at most are in flight. A reader looks into every page of what it is given, so that a view of shared memory
+costs what it costs.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ WINDOW = 192
 """Groups in flight at most."""
 AT_ONCE = 64
 """Groups that enter in one call at most, as the loop's prompts (run/prompts.py), and that the rollout is handed."""
-UNDER_WAY = 2
-"""Puts of chunks that are under way at a time, as acknowledgements are."""
 PAGE = 4096
 
 
@@ -205,15 +203,17 @@ class Lap:
         await self.ours.docks["prompts"].admit(batch, start // (AT_ONCE * self.case.group) % self.ours.places)
 
     async def produce(self, rows: Rows) -> None:
-        """Chunk by chunk, some of them under way; then the rows are acknowledged."""
+        """Chunk by chunk, none of which waits for another one; then the rows are acknowledged."""
         dock = self.ours.dock(ROLLOUT)
-        chunks = iter(rows.minibatches(self.case.chunk))
 
-        async def put() -> None:
-            for part in chunks:
-                await dock.put(self.made(part, TOKENS, LOGPROBS), part)
+        async def put(part: Rows) -> None:
+            await dock.put(self.made(part, TOKENS, LOGPROBS), part)
 
-        await asyncio.gather(*(put() for _ in range(UNDER_WAY)))
+        if "sequential" in self.ours.kinds:
+            for part in rows.minibatches(self.case.chunk):
+                await put(part)
+        else:
+            await asyncio.gather(*(put(part) for part in rows.minibatches(self.case.chunk)))
         await dock.finish(rows, Outcome())
 
     async def answer(self, stage: Stage, name: str, rows: Rows) -> None:

@@ -71,6 +71,34 @@ def test_a_flow_through_three_clients_trains_every_row_once(tmp_path: Path) -> N
     assert made.deaths == []
 
 
+def test_puts_of_one_moment_leave_together(two: Launcher) -> None:
+    """Four puts are one message to each warehouse; who reads them finds every value; the late one of a row counts."""
+
+    async def main():
+        async with client(two) as dock:
+            for number in range(4):
+                await dock.admit(group(number))
+            taken = [await dock.take(ROLLOUT, groups=2) for _ in range(2)]
+            parts = [rows.select(rows.group_ids == number) for rows in taken for number in sorted(set(rows.group_ids))]
+            batches = [written(ROLLOUT, rows.row_ids) for rows in parts]
+            await asyncio.gather(*(dock.put(batch, rows) for batch, rows in zip(batches, parts)))
+            for rows in taken:
+                await dock.finish(rows, Outcome())
+            stats = await stats_at_rest(dock)
+            read = await dock.take(REF, groups=4)
+            found = await dock.fetch(read, ROLLOUT.writes)
+            await asyncio.gather(dock.put(batches[0], parts[0]), dock.put(batches[0], parts[0]))  # there already
+            return stats["dock/rollout/puts"], dock.ignored_puts, batches, found
+
+    puts, ignored, batches, found = run(main())
+    assert puts == 2 and ignored == 2 * GROUP * len(ROLLOUT.writes)
+    assert set(found.row_ids) == {row for batch in batches for row in batch.row_ids}
+    for batch in batches:
+        at = np.flatnonzero(np.isin(found.row_ids, batch.row_ids))
+        for field in ROLLOUT.writes:
+            assert values_of(found.select(at), field) == values_of(batch, field)
+
+
 def test_the_takes_are_those_of_the_dock_in_one_process(two: Launcher) -> None:
     from docklands.dock import Dock
     from tests.dock_parts import flow as local_flow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,10 @@ from tests.warehouse_parts import BIRTH, FIELDS, make_batch, options, same
 
 from docklands.core.batch import Batch
 from docklands.core.fields import PROMPT, REWARD, TOKEN_IDS, Field
-from docklands.dock.rules.messages import Ended, Notice
 from docklands.dock.warehouse import messages as m
 from docklands.dock.warehouse import wal
 from docklands.dock.warehouse.arena import Extent, Mapped, SlabWriter, start_ticks
 from docklands.dock.warehouse.calls import Session
-from docklands.dock.warehouse.server import TOLD, TOLD_S, Held, Server
 from docklands.dock.warehouse.store import Store
 from docklands.dock.wire.format import batch_of, decode_parts, encode_batch
 from docklands.errors import CheckpointError
@@ -314,35 +311,3 @@ def test_records_are_whole_or_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         wal.write_file(tmp_path / "file" / "below", [])
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
-def test_notices_of_puts_in_quick_succession_go_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lone put, an ended lease and a pause are told at once; none waits longer than TOLD_S, or for more than TOLD."""
-    now, pushed = 100.0, []
-    server = Server(options(endpoint=f"ipc://{tmp_path}/socket", shared_bytes=0))
-    monkeypatch.setattr("docklands.dock.warehouse.server.time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(server, "push_notices", lambda notices, ended, last: pushed.append((len(notices), last)))
-    seq = 0
-
-    def turn(after: float, puts: int, ended: bool = False) -> list[tuple[int, int]]:
-        nonlocal now, seq
-        now += after
-        held = []
-        for _ in range(puts):
-            seq += 1
-            leases = [Ended("ref", 7, np.arange(2))] if ended else []
-            held.append(Held(ME, [], 0, seq, [Notice("ref", np.arange(2), ("reward",), np.ones(2))], leases))
-        server._tell(held)
-        told, pushed[:] = list(pushed), []
-        return told
-
-    soon = TOLD_S / 4
-    assert turn(1.0, 1) == [(1, 1)]  # lone
-    assert turn(soon, 1) == turn(soon, 1) == []
-    assert turn(soon, 0) == [(2, 3)]  # nothing has come for a while
-    assert turn(soon, 1, ended=True) == [(1, 4)]
-    assert turn(soon, 1) == turn(soon, 1) == turn(soon, 1) == turn(soon, 1) == []
-    assert turn(soon, 1) == [(5, 9)]  # the first one has waited for long enough
-    assert turn(soon, TOLD - 1) == [] and turn(0.0, 1) == [(TOLD, 9 + TOLD)]
-    assert turn(1.0, 0) == []
-    server.close()

@@ -202,12 +202,17 @@ class SlabWriter:
         """Bytes that still fit, in one piece."""
         return len(self._room) - self._at
 
-    def write(self, values: Tensor) -> tuple[int, int, int]:
-        """Copy uint8 [n] in; its home: (arena 0, generation, offset in the file). The caller has checked `left`."""
-        start, stop = self._at, self._at + len(values)
-        if stop > len(self._room):
-            raise DockError(f"{len(values)} bytes do not fit into the {self.left} bytes that are left of a slab")
-        self._room[start:stop] = values.numpy()
+    def write(self, *pieces: Tensor) -> tuple[int, int, int]:
+        """Copy uint8 [n] each in, end to end; their home: (arena 0, generation, offset in the file).
+
+        The caller has checked `left`.
+        """
+        start = stop = self._at
+        for values in pieces:
+            first, stop = stop, stop + values.numel()
+            if stop > len(self._room):
+                raise DockError(f"{stop - start} bytes do not fit into the {self.left} bytes that are left of a slab")
+            self._room[first:stop] = values.numpy()
         self._at = min(-(-stop // ALIGN) * ALIGN, len(self._room))
         return 0, self.generation, self._shift + start
 

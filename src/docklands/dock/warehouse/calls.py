@@ -24,6 +24,7 @@ from docklands.core.fields import Field
 from docklands.dock.warehouse import messages as m
 from docklands.dock.warehouse.arena import Extent, Mapped, SlabWriter, start_ticks, writable
 from docklands.dock.warehouse.chunks import join
+from docklands.dock.warehouse.together import Load, Put, split
 from docklands.dock.wire.format import (
     Buffer,
     Home,
@@ -33,7 +34,6 @@ from docklands.dock.wire.format import (
     decode_parts,
     encode_parts,
     int64s,
-    parts_of,
 )
 from docklands.errors import DockError, DocklandsError, RowGone, WireError
 
@@ -122,11 +122,11 @@ class Session:
             except (OSError, ValueError):  # the warehouse has just died: the put will find out
                 self.writer = None
 
-    def place(self, values: Tensor) -> Home | None:
-        """Move values into the slab, if there is room."""
-        if self.writer is None or self.writer.left < values.numel():
+    def place(self, *pieces: Tensor) -> Home | None:
+        """Move values into the slab, end to end, if there is room."""
+        if self.writer is None or self.writer.left < sum(values.numel() for values in pieces):
             return None
-        return self.writer.write(values)
+        return self.writer.write(*pieces)
 
     def find(self, home: Home, nbytes: int) -> Tensor:
         arena, generation, offset = home
@@ -136,15 +136,6 @@ class Session:
 
     def check(self, home: Home) -> None:
         self.arenas[home[0]].check(home[1], home[2])
-
-
-@dataclass(frozen=True)
-class Put:
-    """What became of a put. seqs: place -> number of the notice that tells of it; gone: rows that are not there."""
-
-    seqs: dict[int, int]
-    ignored: int
-    gone: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -203,13 +194,6 @@ def again(make: Callable[[], Steps]) -> Steps:
             continue
 
 
-def split(row_ids: np.ndarray, places: int | np.ndarray) -> dict[int, np.ndarray]:
-    """place -> positions of its rows."""
-    if isinstance(places, int):
-        return {places: np.arange(len(row_ids))}
-    return {place: np.nonzero(places == place)[0] for place in np.unique(places).tolist()}
-
-
 def ask_all(sessions: Mapping[int, Session], message: Any, wanted: Mapping[int, Sequence[Buffer]]) -> Steps:
     """The same message to several warehouses, each with its frames; their answers by place."""
 
@@ -233,18 +217,19 @@ class Why:
     lives: Mapping[int, int] = field(default_factory=dict)
 
 
-def put(sessions: Mapping[int, Session], batch: Batch, places: int | np.ndarray, why: Why) -> Steps:
-    """Store columns, at all their places at once; waits where there is no room. Returns a Put."""
-    waiting = {places: batch} if isinstance(places, int) else {}
-    for place, rows in split(batch.row_ids, places).items() if not waiting else ():
-        waiting[place] = batch if len(rows) == len(batch) else batch.select(rows)
-    parts = {place: parts_of(piece) for place, piece in waiting.items()}
+def put(sessions: Mapping[int, Session], waiting: dict[int, Load], why: Why, now: bool = False) -> Steps:
+    """Store columns, at all their places at once; waits where there is no room. Returns a Put.
+
+    now  do not wait for room: None if there was not enough of it
+    """
     stored: dict[int, Answer] = {}
 
     def message(place: int) -> Callable[[Session], tuple[Any, list[Buffer]]]:
+        load = waiting[place]
+
         def build(session: Session) -> tuple[Any, list[Buffer]]:
-            meta, buffers = encode_parts(waiting[place].row_ids, parts[place], session.place if session.local else None)
-            lives = [why.lives.get(row, 0) for row in waiting[place].row_ids.tolist()] if why.lives else []
+            meta, buffers = encode_parts(load.row_ids, load.parts, session.place if session.local else None)
+            lives = [why.lives.get(row, 0) for row in load.row_ids.tolist()] if why.lives else []
             return m.Put(meta, why.birth, why.stage, why.lease, why.read, lives), buffers
 
         return build
@@ -253,7 +238,7 @@ def put(sessions: Mapping[int, Session], batch: Batch, places: int | np.ndarray,
         while waiting:
             here = list(waiting)
             yield from greeting(sessions, here)
-            yield from leases(sessions, {place: parts[place] for place in here})
+            yield from leases(sessions, {place: waiting[place].parts for place in here})
             answers = yield [Ask(place, message(place)) for place in here]
             fail(answers)
             full = []
@@ -263,6 +248,8 @@ def put(sessions: Mapping[int, Session], batch: Batch, places: int | np.ndarray,
                 else:
                     stored[place] = answer
                     del waiting[place]
+            if full and now:
+                return None
             if full:
                 yield full
         gone = [np.frombuffer(frames[0], np.int64) for _, frames in stored.values() if frames and len(frames[0])]

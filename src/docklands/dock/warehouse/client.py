@@ -16,10 +16,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import zmq
 
+from docklands.core.batch import Batch
+from docklands.dock.warehouse import calls
+from docklands.dock.warehouse import messages as m
 from docklands.dock.warehouse.calls import Answer, Ask, LineReset, Steps
 from docklands.dock.warehouse.client_base import Client, ClientOptions
+from docklands.dock.warehouse.together import Load, Put, Together
 from docklands.dock.wire.net import DOWN, UP, Peer
 from docklands.errors import DockClosed, WarehouseLost
 
@@ -130,6 +135,7 @@ class AsyncWarehouseClient(Client):
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, dict[int, tuple[Exchange, int]]] = {place: {} for place in self.connections}
         self._rooms: dict[int, list[tuple[Exchange, int]]] = {place: [] for place in self.connections}
+        self._together = Together(self._put)
         for place in self.connections:
             self._watch_line(place)
 
@@ -148,11 +154,32 @@ class AsyncWarehouseClient(Client):
         super().redirect(place, peer)
         self._fail(place, LineReset())
 
+    async def put(
+        self,
+        batch: Batch,
+        places: int | np.ndarray,
+        birth: m.Birth | None = None,
+        stage: str = "",
+        deadline_s: float | None = None,
+        ended: tuple[Any, ...] = (0, (0, 0)),
+    ) -> Put:
+        """See Client.put. Of several at a time to one warehouse, all but the first leave together."""
+        place = places if isinstance(places, int) else int(places[0]) if len(places) and not np.ptp(places) else -1
+        if birth is not None or place < 0 or any(ended[0:1]) or any(ended[2:]):
+            return await super().put(batch, places, birth, stage, deadline_s, ended)
+        return await self._together.put(place, Load.of(batch), stage, self._loop.time() + self._deadline(deadline_s))
+
+    async def _put(self, place: int, load: Load, stage: str, end: float, now: bool) -> Put | None:
+        return await self._run(
+            calls.put(self.sessions, {place: load}, calls.Why(None, stage), now), end - self._loop.time()
+        )
+
     async def close(self) -> None:
         """End; calls that wait get DockClosed."""
         for place in self.connections:
             self._unwatch(place)
             self._fail(place, DockClosed("the client of the warehouses has been closed"))
+        await self._together.close()
         self._close()
 
     async def _run(self, steps: Steps, deadline_s: float | None) -> Any:

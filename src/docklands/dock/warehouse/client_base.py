@@ -18,6 +18,7 @@ from docklands.dock.warehouse import calls
 from docklands.dock.warehouse import messages as m
 from docklands.dock.warehouse.calls import Answer, Ask, LineReset, Session, Steps
 from docklands.dock.warehouse.notices import notices_from
+from docklands.dock.warehouse.together import loads_of, split
 from docklands.dock.wire.format import CALL, LIMITS, PUSH, Limits, check_size
 from docklands.dock.wire.lines import connect
 from docklands.dock.wire.net import DOWN, REFUSED, UP, Context, Keys, Peer
@@ -79,11 +80,12 @@ class Client:
         deadline_s: float | None = None,
         ended: tuple[Any, ...] = (0, (0, 0)),
     ) -> Any:
-        """Store columns of rows where they belong; waits for room. With `birth` the rows are new. Returns calls.Put.
+        """Store columns of rows where they belong; waits for room. With `birth` the rows are new. Returns together.Put.
 
         ended  a lease of the stage that ends with these rows, what was read under it, and the rows' lives (calls.Why)
         """
-        return self._run(calls.put(self.sessions, batch, places, calls.Why(birth, stage, *ended)), deadline_s)
+        why = calls.Why(birth, stage, *ended)
+        return self._run(calls.put(self.sessions, loads_of(batch, places), why), deadline_s)
 
     def get(
         self,
@@ -114,7 +116,7 @@ class Client:
 
     def free(self, row_ids: np.ndarray, places: int | np.ndarray, deadline_s: float | None = None) -> Any:
         """Rows are gone. Returns the number of those that were there."""
-        wanted = {place: [row_ids[at].data] for place, at in calls.split(row_ids, places).items()}
+        wanted = {place: [row_ids[at].data] for place, at in split(row_ids, places).items()}
         return self._run(_count(calls.ask_all(self.sessions, m.Free(), wanted)), deadline_s)
 
     def ask(self, place: int, message: msgspec.Struct, deadline_s: float | None = None) -> Any:

@@ -4,9 +4,7 @@ The options are a WarehouseOptions as JSON (`-`: from standard input). One line 
 listens: {"place", "endpoint", "public_key", "pid"}. It ends on a Shutdown call, SIGTERM or SIGINT.
 
 A turn of its only thread: sleep until messages come, answer up to 64 of them, sync the log once, push the notices of
-all puts together, then send the replies. So a reply never says what is not yet durable. Notices of puts that end no
-lease, and come in quick succession, wait for one another, TOLD_S at most: one push for many costs the control process
-little more than one.
+all puts together, then send the replies. So a reply never says what is not yet durable.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +33,6 @@ from docklands.dock.wire import command
 from docklands.dock.wire.format import CALL, PUSH, REPLY, Buffer, check_size
 from docklands.dock.wire.net import Keys, Listener, Parent, Peer, check_endpoint
 from docklands.errors import ConfigError, DocklandsError, WireError
-
-TOLD, TOLD_S = 8, 0.002
-"""Puts whose notices wait for one another, and seconds that they do so, at most."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +72,6 @@ class Server:
             raise
         self._pushed = self.store.seq
         self._held: list[Held] = []
-        self._notices: list[Notice] = []
-        self._ended: list[Ended] = []
-        self._seq, self._puts, self._put_at, self._due = self.store.seq, 0, 0.0, 0.0
         self._replica: Replica | None = None
         self._moving: list[tuple[bytes, list[Buffer]]] = []
         if options.replica:
@@ -108,8 +99,7 @@ class Server:
     def turn(self) -> None:
         """Sleep, then answer what has come."""
         replica, log = self._replica, self.store.log
-        untold = TOLD_S if self._puts else None
-        waits = [wait for wait in (untold, replica and replica.timeout_s, log and log.due_s) if wait is not None]
+        waits = [wait for wait in (replica and replica.timeout_s, log and log.due_s) if wait is not None]
         for client, frames in self.listener.receive(timeout_s=min(waits, default=None)):
             replica = self._replica
             sent = replica.sent if replica else 0
@@ -145,21 +135,10 @@ class Server:
             self.listener.send(held.client, held.frames)
 
     def _tell(self, told: Sequence[Held]) -> None:
-        """Push notices, unless they can wait for those of the next puts."""
-        now, before = time.monotonic(), self._puts
-        for held in told:
-            if held.seq > self._seq:
-                self._seq, self._puts = held.seq, self._puts + 1
-                self._notices += held.notices
-                self._ended += held.ended
-        lone = now - self._put_at > TOLD_S
-        if self._puts > before:
-            self._put_at = now
-        if not before:
-            self._due = now + TOLD_S
-        if self._puts and (lone or self._ended or self._puts == before or self._puts >= TOLD or now >= self._due):
-            self.push_notices(self._notices, self._ended, self._seq)
-            self._notices, self._ended, self._puts = [], [], 0
+        """Push the notices of several puts together."""
+        if told:
+            notices = [notice for held in told for notice in held.notices]
+            self.push_notices(notices, [lease for held in told for lease in held.ended], told[-1].seq)
 
     def close(self) -> None:
         """Leave nothing behind."""

@@ -276,25 +276,26 @@ def batch_of(row_ids: np.ndarray, parts: Sequence[Part], fields: Mapping[str, Fi
 
 
 def encode_parts(
-    row_ids: np.ndarray, parts: Sequence[Part], place: Callable[[Tensor], Home | None] | None = None
+    row_ids: np.ndarray, parts: Sequence[Part], place: Callable[..., Home | None] | None = None
 ) -> tuple[BatchMeta, list[Buffer]]:
-    """(meta for the header, [index, value buffers...]); `place` may move a piece into shared memory, once."""
+    """(meta for the header, [index, value buffers...]); `place` may move a column to a home, as one piece."""
     lines: list[int] = []
     buffers: list[Buffer] = []
     for number, part in enumerate(parts):
-        for values, home in part.pieces:
-            if not values.numel():
-                continue
-            home = home or (place(values) if place else None)
+        pieces = [piece for piece in part.pieces if piece[0].numel()]
+        if place and pieces and (found := place(*(values for values, _ in pieces))) is not None:
+            lines += (number, *found, sum(values.numel() for values, _ in pieces))
+            continue
+        for values, home in pieces:
             lines += (number, *(home or (INLINE, 0, 0)), values.numel())
             if home is None:
                 buffers.append(values.numpy().data)
-    index = [row_ids, *(part.lengths for part in parts if part.lengths is not None), lines]
-    joined = np.concatenate(index, dtype=np.int64, casting="unsafe")
+    lengths = (part.lengths for part in parts if part.lengths is not None)
+    joined = np.concatenate([row_ids, *lengths, lines], dtype=np.int64, casting="unsafe")
     return BatchMeta(len(row_ids), [part.meta for part in parts], len(lines) // PIECE), [joined.data, *buffers]
 
 
-def encode_batch(batch: Batch, place: Callable[[Tensor], Home | None] | None = None) -> tuple[BatchMeta, list[Buffer]]:
+def encode_batch(batch: Batch, place: Callable[..., Home | None] | None = None) -> tuple[BatchMeta, list[Buffer]]:
     """(meta for the header, [index, value buffers...]) of a batch. No value is copied."""
     return encode_parts(batch.row_ids, parts_of(batch), place)
 
