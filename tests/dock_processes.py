@@ -111,8 +111,11 @@ async def run_stage(dock: DistributedDock, stage: Stage, rows: Rows, dropped: di
             await dock.retire(rows)
             return True
         kept = rows.row_ids[~np.isin(rows.row_ids, list(dropped))]
-        if stage.writes and len(kept):
-            await dock.put(written(stage, kept))
+        if stage.writes and len(kept):  # in up to three puts, which leave together
+            parts = [part for part in np.array_split(kept, 3) if len(part)]
+            puts = (dock.put(written(stage, part)) for part in parts)
+            for failed in filter(None, await asyncio.gather(*puts, return_exceptions=True)):
+                raise failed
         await dock.finish(rows, Outcome(dropped))
     except (WarehouseLost, RowGone, UnknownField):
         await dock.give_back(rows)

@@ -24,7 +24,7 @@ from docklands.dock.warehouse import calls
 from docklands.dock.warehouse import messages as m
 from docklands.dock.warehouse.calls import Answer, Ask, LineReset, Steps
 from docklands.dock.warehouse.client_base import Client, ClientOptions
-from docklands.dock.warehouse.together import Load, Put, Together
+from docklands.dock.warehouse.together import Load, Put, Together, loads_of, merged
 from docklands.dock.wire.net import DOWN, UP, Peer
 from docklands.errors import DockClosed, WarehouseLost
 
@@ -164,10 +164,11 @@ class AsyncWarehouseClient(Client):
         ended: tuple[Any, ...] = (0, (0, 0)),
     ) -> Put:
         """See Client.put. Of several at a time to one warehouse, all but the first leave together."""
-        place = places if isinstance(places, int) else int(places[0]) if len(places) and not np.ptp(places) else -1
-        if birth is not None or place < 0 or any(ended[0:1]) or any(ended[2:]):
+        if birth is not None or any(ended[0:1]) or any(ended[2:]):
             return await super().put(batch, places, birth, stage, deadline_s, ended)
-        return await self._together.put(place, Load.of(batch), stage, self._loop.time() + self._deadline(deadline_s))
+        end = self._loop.time() + self._deadline(deadline_s)
+        puts = [self._together.put(place, load, stage, end) for place, load in loads_of(batch, places).items()]
+        return await puts[0] if len(puts) == 1 else merged(await asyncio.gather(*puts))
 
     async def _put(self, place: int, load: Load, stage: str, end: float, now: bool) -> Put | None:
         return await self._run(

@@ -66,8 +66,8 @@ def loads_of(batch: Batch, places: int | np.ndarray) -> dict[int, Load]:
 
 def split(row_ids: np.ndarray, places: int | np.ndarray) -> dict[int, np.ndarray]:
     """place -> positions of its rows."""
-    if isinstance(places, int):
-        return {places: np.arange(len(row_ids))}
+    if isinstance(places, int) or (len(places) and (places == places[0]).all()):  # as they mostly are
+        return {places if isinstance(places, int) else int(places[0]): np.arange(len(row_ids))}
     return {place: np.nonzero(places == place)[0] for place in np.unique(places).tolist()}
 
 
@@ -78,6 +78,16 @@ class Put:
     seqs: dict[int, int]
     ignored: int
     gone: np.ndarray
+
+
+def merged(parts: Sequence[Put]) -> Put:
+    """What became of a put to several places."""
+    seqs = {place: seq for part in parts for place, seq in part.seqs.items()}
+    return Put(
+        seqs,
+        sum(part.ignored for part in parts),
+        np.concatenate([np.zeros(0, np.int64), *(part.gone for part in parts)]),
+    )
 
 
 @dataclass(frozen=True)
@@ -104,8 +114,8 @@ class Together:
         self._queues: dict[tuple[int, str], deque[Waiting]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def put(self, place: int, load: Load, stage: str, end: float) -> Put:
-        """Raises what `send` raises for this load."""
+    def put(self, place: int, load: Load, stage: str, end: float) -> asyncio.Future[Put]:
+        """What will become of it, or what `send` raises for this load."""
         line = place, stage
         waiting = Waiting(load, end, asyncio.get_running_loop().create_future())
         queue = self._queues.get(line)
@@ -116,7 +126,7 @@ class Together:
             task = asyncio.ensure_future(self._go_on(line, queue))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        return await waiting.found
+        return waiting.found
 
     async def close(self) -> None:
         """End; puts that wait get DockClosed."""
