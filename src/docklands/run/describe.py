@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from docklands.core.batch import Batch, Jagged
+from docklands.core.batch import Batch, Jagged, offsets_of
 from docklands.core.fields import (
     ADVANTAGE,
     COMPLETION,
@@ -90,7 +90,7 @@ def lengths(metrics: SumCount, batch: Batch) -> None:
     """Prompt and response lengths in tokens; the response is everything from the first sampled token on."""
     mask: Jagged = batch[LOSS_MASK]
     total_B = batch.lengths
-    prompt_B = np.array([int(row.int().argmax()) if bool(row.any()) else len(row) for row in mask], np.int64)
+    prompt_B = first_sampled(mask)
     spread(metrics, "prompt_length", prompt_B)
     spread(metrics, "response_length", total_B - prompt_B)
     metrics["perf/total_num_tokens"] = (float(total_B.sum()), 1.0)
@@ -103,14 +103,26 @@ def lengths(metrics: SumCount, batch: Batch) -> None:
         metrics["completions/empty_ratio"] = (float((total_B == prompt_B).sum()), float(len(total_B)))
 
 
+def first_sampled(mask: Jagged) -> np.ndarray:
+    """Position of each row's first sampled token, its length if there is none; int64 [B]."""
+    sampled = np.append(np.flatnonzero(mask.values.numpy()), mask.offsets[-1])
+    first = sampled[np.searchsorted(sampled, mask.offsets[:-1])]  # in this row or, if it has none, in a later one
+    return np.minimum(first, mask.offsets[1:]) - mask.offsets[:-1]
+
+
 def scores(metrics: SumCount, batch: Batch) -> None:
     """Rewards, advantages, values; how many groups are all equal."""
     if REWARD in batch:
         reward_B = batch[REWARD].numpy()
         spread(metrics, "critic/score", reward_B)
         groups = batch[GROUP_ID].numpy()
-        flat = [float(np.ptp(reward_B[groups == g]) < 1e-8) for g in np.unique(groups)]
-        metrics["frac_reward_zero_std"] = (sum(flat), float(len(flat)))
+        order = np.argsort(groups, kind="stable")
+        starts = np.flatnonzero(np.diff(groups[order], prepend=-1))
+        by_group = reward_B[order]
+        widths = (
+            np.maximum.reduceat(by_group, starts) - np.minimum.reduceat(by_group, starts) if len(starts) else starts
+        )
+        metrics["frac_reward_zero_std"] = (float(np.count_nonzero(widths < 1e-8)), float(len(starts)))
     if SHAPED_REWARD in batch:
         spread(metrics, "critic/rewards", batch[SHAPED_REWARD])
     if ADVANTAGE in batch:
@@ -130,20 +142,24 @@ def counts(metrics: SumCount, batch: Batch, version: int) -> None:
     metrics["training/samples"] = (float(len(batch)), 1.0)
     metrics["training/groups"] = (float(len(np.unique(batch[GROUP_ID].numpy()))), 1.0)
     if WEIGHT_VERSIONS in batch:
-        rows = zip(batch[WEIGHT_VERSIONS], batch[LOSS_MASK])
-        sampled = [version_T[mask_T] for version_T, mask_T in rows if bool(mask_T.any())]
-        spread(metrics, "training/staleness", np.array([version - int(v_T.min()) for v_T in sampled]))
+        mask: Jagged = batch[LOSS_MASK]
+        mask_T = mask.values.numpy().astype(bool)
+        sampled_B = np.diff(offsets_of(mask_T)[mask.offsets])
+        starts = offsets_of(sampled_B)[:-1][sampled_B > 0]
+        if len(starts):
+            oldest = np.minimum.reduceat(batch[WEIGHT_VERSIONS].values.numpy()[mask_T], starts)
+            spread(metrics, "training/staleness", version - oldest.astype(np.int64))
 
 
 def mismatch(metrics: SumCount, batch: Batch) -> None:
     """|p_trainer - p_rollout| of the sampled tokens, where the trainer's log-probs are at hand."""
     if OLD_LOGPROBS not in batch or ROLLOUT_LOGPROBS not in batch:
         return
-    mask_T = batch[LOSS_MASK].values
-    old_T, mu_T = batch[OLD_LOGPROBS].values[mask_T], batch[ROLLOUT_LOGPROBS].values[mask_T]
-    gap_T = (old_T.exp() - mu_T.exp()).abs()
-    if gap_T.numel():
-        metrics["training/rollout_probs_diff_mean"] = (float(gap_T.sum()), float(gap_T.numel()))
+    mask_T = batch[LOSS_MASK].values.numpy().astype(bool)
+    old_T, mu_T = (batch[field].values.float().numpy()[mask_T] for field in (OLD_LOGPROBS, ROLLOUT_LOGPROBS))
+    gap_T = np.abs(np.exp(old_T) - np.exp(mu_T))
+    if gap_T.size:
+        metrics["training/rollout_probs_diff_mean"] = (float(gap_T.sum(dtype=np.float64)), float(gap_T.size))
         metrics["training/rollout_probs_diff_max"] = (float(gap_T.max()), 1.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -163,7 +164,7 @@ class Run:
         metrics.add_values({"training/global_step": self.step, "training/weight_version": self.step})
         metrics.add("training/epoch", self.prompts.epoch)
         self.sinks.write(self.step, metrics.result())
-        self.run_dir.write_samples(self.step, self.recorder.take())
+        await asyncio.to_thread(self.run_dir.write_samples, self.step, self.recorder.take())  # the flow goes on
         last = self.step == self.config.run.steps
         if "checkpoint/failed" in known:
             await resume.settle(self)
