@@ -187,20 +187,22 @@ class Drill:
 
         def there() -> bool:
             over = fleet.process.poll() is not None
-            return over or (fleet.steps >= blow.after and f"{blow.victim} 0" in fleet.members())
+            return over or (fleet.steps >= blow.after and (blow.after > 0 or f"{blow.victim} 0" in fleet.members()))
 
         until(there, RUN_S)
-        fleet.note()
+        with fleet.still():
+            fleet.note()
         time.sleep(blow.delay)
-        members = fleet.members()
-        able = [name for name in members if name.startswith(f"{blow.victim} ")]
-        if not able or fleet.process.poll() is not None:
-            return ""
-        name = able[int(blow.which * len(able))]
-        steps = fleet.steps
-        with contextlib.suppress(psutil.NoSuchProcess):
-            members[name].kill()
-            return f"{name} (pid {members[name].pid}) after step {steps}"
+        with fleet.still():
+            members = fleet.members()
+            able = [name for name in members if name.startswith(f"{blow.victim} ")]
+            if not able or fleet.process.poll() is not None:
+                return ""
+            name = able[int(blow.which * len(able))]
+            steps = fleet.steps
+            with contextlib.suppress(psutil.NoSuchProcess):
+                members[name].kill()
+                return f"{name} (pid {members[name].pid}) after step {steps}"
         return ""
 
 

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,15 @@ class Fleet:
             self.process = subprocess.Popen(
                 words, cwd=ROOT, env=environment(), stdout=output, stderr=output, start_new_session=True
             )
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """The driver stands still, so that a look at the run takes none of its time."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     @property
     def output(self) -> Path:

@@ -1,7 +1,7 @@
 """GRPO, DAPO and PPO on a model with experts over four workers: in turns, and 2 + 2 one step ahead, as in one process.
 
 Here with processes of this machine and for two steps (GRPO in turns: test_reshard_run.py). test_fleet_ray_runs.py has
-the same ranks on Ray, to the bit, and docs/concepts/resharding.md the rewards of whole runs on Ray.
+the same ranks on Ray, to the bit, and docs/concepts/fleet.md the rewards of whole runs on Ray.
 """
 
 from __future__ import annotations

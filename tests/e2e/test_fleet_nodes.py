@@ -89,7 +89,8 @@ def machines() -> Iterator[Machines]:
 
 @pytest.mark.timeout(400)
 def test_a_run_over_two_nodes_of_which_one_dies_and_comes_back(machines: Machines, tmp_path: Path) -> None:
-    alone = run_here(RECIPE, tmp_path / "alone", "run.steps=12", *SPREAD)
+    """And the next step on one node, without Ray."""
+    alone = run_here(RECIPE, tmp_path / "alone", "run.steps=13", *SPREAD)
     run = RunDir(tmp_path / "spread")
     fleet = ("fleet.backend=ray", f"fleet.ray_address={machines.address}", "checkpoint.every_steps=1", "run.steps=12")
     process = machines.on_head(command(*train_arguments(RECIPE, run.path, [*SPREAD, *fleet])))
@@ -111,4 +112,5 @@ def test_a_run_over_two_nodes_of_which_one_dies_and_comes_back(machines: Machine
     for line in stood:
         assert all(f"{place} {machines.nodes.address(place)}:" in line for place in (0, 1))
     assert [row["dock/generated_near"] >= 0.9 for _, row in run.read_metrics()] == [True] * 12
+    run_here(RECIPE, run.path, "run.steps=13", *SPREAD, resume=True)
     same_run(alone, run)
