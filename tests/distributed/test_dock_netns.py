@@ -127,7 +127,7 @@ def test_a_starter_puts_a_warehouse_on_another_node(nodes: Nodes, tmp_path: Path
         words = Path(f"/proc/{part.child.pid}/cmdline").read_bytes()
         assert b'"endpoint"' in words and part.options.secret_key.encode() not in words
         events = run(main(made))
-        assert (tmp_path / "node" / "wal.0").exists() and (made.folder / "wal.1").exists()
+        assert (tmp_path / "node" / f"wal-{made.run}.0").exists() and (made.folder / "wal.1").exists()
         part.leaving = True
         part.child._process.stdin.close()  # type: ignore[attr-defined]
         assert part.child.wait(20.0) == 0

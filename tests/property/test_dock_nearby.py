@@ -25,6 +25,7 @@ from docklands.dock.warehouse.calls import Session
 from docklands.dock.warehouse.nearby import Nearby
 from docklands.dock.warehouse.notices import notices_from, notices_message
 from docklands.dock.warehouse.store import Store, WarehouseOptions
+from docklands.dock.warehouse.together import loads_of
 from docklands.dock.wire.format import Limits, column_meta
 from docklands.errors import DockClosed, RowGone
 
@@ -59,7 +60,7 @@ class Node:
         return reply, [memoryview(bytearray(buffer)) for buffer in buffers]
 
     def put(self, batch: Batch, birth: m.Birth | None = None) -> None:
-        steps = calls.put(self.sessions, batch, 0, calls.Why(birth))
+        steps = calls.put(self.sessions, loads_of(batch, 0), calls.Why(birth))
         try:
             asks = next(steps)
             while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -265,3 +266,24 @@ def test_a_journal_leads_to_who_was_overtaken(tmp_path: Path) -> None:
     assert [one.controller("update").state_dict()["overtaken"].tolist() for one in (control, again)] == [
         [1] * GROUP
     ] * 2
+
+
+def test_a_journal_that_finds_no_room_to_be_made_smaller_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("docklands.dock.control.recover.COMPACT_BYTES", 1)
+    control = Control(PLAIN, options(2))
+    journal = Journal(tmp_path / "journal", control)
+    control.admit(rows_of(0), 0)
+    in_the_way = tmp_path / f".journal.{os.getpid()}.new"
+    in_the_way.mkdir()
+    before = (tmp_path / "journal").stat().st_size
+    journal.turn()
+    in_the_way.rmdir()
+    assert (tmp_path / "journal").stat().st_size == before
+    control.admit(rows_of(1), 1)
+    journal.turn()
+    journal.close()
+    again = Control(PLAIN, options(2))
+    Journal(tmp_path / "journal", again).close()
+    assert sorted(again.roster.by_group) == [0, 1]

@@ -12,7 +12,7 @@ from tests.dock_processes import values_of
 
 from docklands.dock.warehouse.together import MOST, Load, Put, Together
 from docklands.dock.wire.format import batch_of
-from docklands.errors import DockClosed, DockError, TakeTimeout
+from docklands.errors import DockClosed, DockError, TakeTimeout, WarehouseLost
 
 NONE = np.zeros(0, np.int64)
 
@@ -27,7 +27,7 @@ class Lane:
         self.ends: list[float] = []
         self.loads: list[Load] = []
 
-    async def send(self, place: int, load: Load, stage: str, end: float, now: bool) -> Put | None:
+    async def send(self, place: int, stage: str, load: Load, end: float, now: bool) -> Put | None:
         self.sent.append(load.row_ids.tolist())
         self.ends.append(end)
         self.loads.append(load)
@@ -112,34 +112,73 @@ def test_each_hears_its_own_part() -> None:
     assert lane.sent == [[0, 1, 2, 3, 4, 5], [8, 9, 10], [8], [9], [10]]
 
 
-def test_no_room_for_all_of_them() -> None:
-    """Then each waits for room of its own: what is small enough alone is not held up for ever."""
-
-    async def main() -> Lane:
-        lane = Lane(lambda load, now: None if now else Put({0: 1}, 0, NONE))
-        together = Together(lane.send)
-        await asyncio.gather(*(together.put(0, load(i), "s", 9.0) for i in range(3)))
-        return lane
-
-    assert run(main()).sent == [[0, 1, 2], [0], [1], [2]]
-
-
-def test_deadlines_cancelling_and_the_end() -> None:
-    def late(load: Load, now: bool) -> Put:
-        raise TakeTimeout("late")
+def test_who_waits_for_room_holds_up_nobody() -> None:
+    """Each waits for room of its own; what comes behind may be what room is made of."""
 
     async def main() -> list[list[int]]:
-        lane = Lane(late)
+        room, lane = asyncio.Event(), Lane()
+
+        async def send(place: int, stage: str, load: Load, end: float, now: bool) -> Put | None:
+            await lane.send(place, stage, load, end, now)
+            if len(load.row_ids) > 1 and not room.is_set():
+                if now:
+                    return None
+                await room.wait()
+            return Put({0: 1}, 0, NONE)
+
+        together = Together(send)
+        large = [asyncio.ensure_future(together.put(0, load(i, i + 1), "s", 9.0)) for i in (0, 2)]
+        small = [asyncio.ensure_future(together.put(0, load(i), "s", 9.0)) for i in (4, 5)]
+        await asyncio.wait_for(asyncio.gather(*small), 5.0)
+        await asyncio.wait_for(together.put(0, load(6), "s", 9.0), 5.0)
+        assert not any(put.done() for put in large)
+        room.set()
+        await asyncio.wait_for(asyncio.gather(*large), 5.0)
+        return lane.sent
+
+    assert run(main()) == [[0, 1, 2, 3, 4, 5], [0, 1], [2, 3], [4], [5], [6]]
+
+
+def test_a_deadline_is_of_one_put() -> None:
+    """What is late is told so; the others that left with it are said again."""
+
+    async def main() -> tuple[list[Any], list[float]]:
+        lane = Lane()
+
+        async def send(place: int, stage: str, load: Load, end: float, now: bool) -> Put | None:
+            await lane.send(place, stage, load, end, now)
+            if end < 2.0:
+                raise TakeTimeout("late")
+            return Put({0: 1}, 0, NONE)
+
+        together = Together(send)
+        puts = [together.put(0, load(i), "s", end) for i, end in enumerate((1.0, 9.0))]
+        return await asyncio.gather(*puts, return_exceptions=True), lane.ends
+
+    (late, there), ends = run(main())
+    assert isinstance(late, TakeTimeout) and isinstance(there, Put) and ends == [1.0, 1.0, 9.0]
+
+
+def test_losses_cancelling_faults_and_the_end() -> None:
+    def lost(load: Load, now: bool) -> Put:
+        raise WarehouseLost("lost")
+
+    async def main() -> list[list[int]]:
+        lane = Lane(lost)
         together = Together(lane.send)
-        for put in [asyncio.ensure_future(together.put(0, load(i), "s", 9.0)) for i in range(2)]:
-            await raised(TakeTimeout, put)
+        for put in [together.put(0, load(i), "s", 9.0) for i in range(2)]:
+            await raised(WarehouseLost, put)
         assert lane.sent == [[0, 1]]  # nobody tries again
+        lane = Lane(lambda load, now: 1 / 0)
+        for put in [Together(lane.send).put(0, load(0), "s", 9.0)]:
+            with pytest.raises(ZeroDivisionError):
+                await put
         lane = Lane(wait=asyncio.Event())
         together = Together(lane.send)
-        puts = [asyncio.ensure_future(together.put(0, load(i), "s", 9.0)) for i in range(2)]
+        puts = [together.put(0, load(i), "s", 9.0) for i in range(2)]
+        together.put(1, load(7), "s", 9.0).cancel()  # alone, and nobody waits for it
         await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        puts += [asyncio.ensure_future(together.put(0, load(i), "s", 9.0)) for i in range(2, 4)]
+        puts += [together.put(0, load(i), "s", 9.0) for i in range(2, 4)]
         puts[0].cancel()
         await asyncio.sleep(0)
         await together.close()

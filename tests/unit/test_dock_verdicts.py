@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import numpy as np
-from tests.dock_parts import GROUP, PLAIN, options, rows_of
+from typing import Any
 
+import numpy as np
+import pytest
+from tests.dock_parts import FILTERED, GROUP, PLAIN, options, rows_of
+
+from docklands.core.graph import Graph
 from docklands.dock.control import messages as c
 from docklands.dock.control.desk import Desk
 from docklands.dock.control.recover import align
 from docklands.dock.rules.control import Control
 from docklands.dock.rules.messages import Ended, Notice
+from docklands.errors import DockClosed, DockError
 
 
 class Talk:
     """A desk, and one client of it."""
 
-    def __init__(self) -> None:
-        self.control = Control(PLAIN, options(1))
+    def __init__(self, graph: Graph = PLAIN) -> None:
+        self.control = Control(graph, options(1))
         self.desk = Desk(self.control, 1, lambda: 0.0)
         self.say(c.Join("a"))
 
@@ -111,3 +116,46 @@ def test_a_verdict_after_an_inventory_counts() -> None:
     align(talk.control, 0, (rows_of(0), have, np.full(GROUP, 3)), rebuilt=False)
     assert talk.say(c.Finish("reward", taken.lease, {2: "error: unlucky"})) == [c.Yes()]
     assert talk.control.ledger.dropped == {"error": 1} and talk.control.counters.late_acks == 0
+
+
+@pytest.mark.parametrize("lacks", ["pass", "drop"])
+def test_a_verdict_whose_record_finds_no_room_on_the_disk_changes_nothing_until_it_is_said_again(lacks: str) -> None:
+    talk = Talk(FILTERED)
+    control, recorded = talk.control, talk.control.journal
+    talk.say(c.Admit([0]), rows_of(0).tobytes())
+    talk.ready(*control.flow.sources)
+    for stage in ("rollout", "reward"):
+        [taken] = talk.say(c.Take(stage))
+        talk.ready(*control.flow.writes[stage])
+        assert talk.say(c.Finish(stage, taken.lease)) == [c.Yes()]
+    [taken] = talk.say(c.Take("filter"))
+
+    def full(what: str, *_: Any) -> None:
+        if what == lacks:
+            raise DockError("log: no space left on device", "make room on its disk")
+
+    control.journal = full
+    [refused] = talk.say(c.Finish("filter", taken.lease, {0: "easy"}))
+    assert refused.kind == "DockError" and not control.ledger.dropped
+    assert control.leased("filter", taken.lease) is not None
+    control.journal = recorded
+    assert talk.say(c.Finish("filter", taken.lease, {0: "easy"})) == [c.Yes()]
+    assert control.ledger.dropped == {"easy": 1}
+    assert talk.say(c.Take("ref"))[0].rows == GROUP - 1
+
+
+def test_a_stage_that_is_through_works_again_after_a_loss_at_the_end() -> None:
+    """The prompts have ended and all rollouts are done: nobody may go, for a warehouse that dies takes them with it."""
+    talk, _ = rolled_out()
+    control = talk.control
+    talk.say(c.End())
+    assert talk.say(c.Take("rollout")) == []
+    none = np.zeros(0, np.int64)
+    align(control, 0, (none, {name: np.zeros(0, bool) for name in control.flow.fields}, none), rebuilt=False)
+    talk.ready(*control.flow.sources)
+    talk.desk.settle()
+    [(_, _, (again, _))] = talk.desk.outbox
+    assert isinstance(again, c.Taken) and again.rows == GROUP
+    talk.say(c.Drop("rollout", again.lease, "late"))
+    with pytest.raises(DockClosed, match="the prompts have ended"):
+        control.look_take("rollout", control.want("rollout", None, None), 0.0)

@@ -107,3 +107,22 @@ def test_numbers_that_no_array_holds_are_refused_before_anything_is_logged() -> 
     for message in (*puts, m.Put(meta, lease=big), m.Inventory(big), m.Snapshot("x", big), m.Hello("x", big, 1)):
         with pytest.raises(WireError):
             m.CALLS.unpack(m.CALLS.pack(CALL, 1, message))
+
+
+def test_a_second_warehouse_hears_of_which_place_restored_rows_are(tmp_path: Path) -> None:
+    """The snapshot is of place 1, and is read at place 0: whoever serves in its stead must list the rows under 0."""
+    old, new, copy = (Store(options(place=place, folder=str(tmp_path), shared_bytes=0)) for place in (1, 0, 0))
+    put(old, make_batch([2, 3], (PROMPT,)), m.Birth(0, 7, 1))
+    assert old.answer(ME, m.Snapshot("s"), [])[0] == m.Done(2, 1)
+
+    def forward(frames: list) -> None:
+        copy.answer(ME, m.CALLS.unpack(frames[0])[2], [bytearray(memoryview(frame).cast("B")) for frame in frames[1:]])
+
+    new.forward = forward
+    assert new.answer(ME, m.Restore(["s"]), [])[0] == m.Done(2, 1)
+    assert [
+        one.answer(ME, m.Inventory(0), [])[0].rows  # type: ignore[attr-defined]
+        for one in (new, copy)
+    ] == [2, 2]
+    for one in (old, new, copy):
+        one.close()

@@ -138,10 +138,13 @@ def start(where: Where) -> Spawn:
 
 
 def moved(options: Any, where: Where) -> Any:
-    """The options of a warehouse as they are meant there. It shares its memory with the readers of its own node."""
+    """The options of a warehouse as they are meant there. It shares its memory with the readers of its own node.
+
+    Its log has the name of its run: another dock may have been given the same folder.
+    """
     if not where.folder:
         return options
-    log = str(Path(where.folder) / Path(options.log).name) if options.log else ""
+    log = str(Path(where.folder) / f"wal-{options.run}.{options.place}") if options.log else ""
     return msgspec.structs.replace(options, folder=where.folder, log=log)
 
 

@@ -27,6 +27,8 @@ log = logging.getLogger("docklands.dock.launch")
 
 START_S, STOP_S = 120.0, 10.0
 """Deadlines for a process to listen, and to end."""
+PAUSE_S, PAUSES_S = 0.1, 5.0
+"""Before one that did not start is started again: at first, and at most. What it lacks may be room on a full disk."""
 
 
 @dataclass
@@ -136,6 +138,7 @@ class Supervisor:
 
     def _watch(self, part: Part) -> None:
         """Start a part again whenever it dies."""
+        pause = 0.0
         while True:
             pid, code = part.child.pid, part.child.wait()
             if self._stopping.is_set() or part.leaving:
@@ -149,14 +152,17 @@ class Supervisor:
             if part.restarts > self._max_restarts:
                 log.error("dock: %s; it is not started again after %d times", what, self._max_restarts)
                 return
-            log.error("dock: %s; it is started again", what)
+            log.error("dock: %s; it is started again%s", what, f" in {pause:g} s" if pause else "")
+            self._stopping.wait(pause)
             with self._lock:
                 if self._stopping.is_set():
                     return
                 part.child = self.spawn(part.module, part.options, self._errors(part.name))
             try:
                 self._arrived(part, part.child.announced(START_S)["endpoint"])
+                pause = 0.0
             except (DocklandsError, OSError) as error:
+                pause = min(2 * pause or PAUSE_S, PAUSES_S)
                 log.error("dock: %s did not start again: %s", part.name, error)
                 part.child.kill()
 

@@ -11,6 +11,7 @@ Legend: B rows.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from docklands.dock.rules.control import Control
 from docklands.dock.rules.table import NO_ROWS
 from docklands.dock.warehouse.wal import Fsync, Log, read
 from docklands.errors import CheckpointError
+
+log = logging.getLogger("docklands.dock.rules.control")
 
 COMPACT_BYTES = 16 << 20
 """A journal that has grown by so much is replaced by the state that it leads to."""
@@ -59,7 +62,11 @@ class Journal:
         """Between changes, before anybody hears of them: to disk, as the policy says; and keep the file small."""
         self._log.sync()
         if self._log.nbytes > self._base + COMPACT_BYTES:
-            self.compact()
+            try:
+                self.compact()
+            except CheckpointError as error:  # its records are there: it can grow on
+                log.warning("dock: the journal is not made smaller: %s", error.message)
+                self._base = self._log.nbytes
 
     def close(self) -> None:
         self._log.close()
@@ -132,12 +139,12 @@ def apply(control: Control, what: str, facts: Mapping[str, Any], row_ids: np.nda
         for group_id, place, rows in groups:
             control.admit(rows, group_id, place)
     elif what == "pass":
-        control.controller(facts["stage"]).finish(slots, 0, partly=True)
-        control.pass_filter(facts["stage"], slots)
+        control.controller(facts["stage"]).finish(slots, 0)
+        control.passed(facts["stage"], slots)
     elif what == "drop":
         if facts["stage"]:
-            control.controller(facts["stage"]).finish(slots, 0, partly=True)
-        control.drop_rows(dict(zip(row_ids.tolist(), facts["reasons"])), facts["stage"])
+            control.controller(facts["stage"]).finish(slots, 0)
+        control.dropped(dict(zip(row_ids.tolist(), facts["reasons"])), facts["stage"])
     elif what == "retire":
         overtake(control, slots)
         control.retire(Rows(row_ids, NO_ROWS, NO_ROWS, NO_ROWS))

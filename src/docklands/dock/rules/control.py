@@ -125,6 +125,11 @@ class Gate:
             self._announce(self.roster.find(every), sum(new.nbytes for new in entered))
         return entered
 
+    def end_of_prompts(self) -> None:
+        """No further group will be admitted."""
+        self.journal("end", {}, NO_ROWS)
+        self.ledger.ended = True
+
     def _announce(self, slots: np.ndarray, nbytes: int) -> None:
         self.addresses.forget(slots)
         for controller in self.controllers.values():
@@ -137,7 +142,10 @@ class Control(Gate):
 
     gone     groups of which the last `settle` has forgotten the last row
     journal  called before each change that no warehouse could tell of: what, its facts, its rows (recover.py)
+    lossy    warehouses may die: what a stage has done may come again as long as anything is in flight
     """
+
+    lossy = False
 
     def __init__(self, graph: Graph, options: DockOptions) -> None:
         self.flow = Flow(graph)
@@ -177,11 +185,6 @@ class Control(Gate):
                 self.controllers[notice.stage].ready(slots[here], notice.columns, notice.lengths[here])
             self.counters.metadata_bytes += notice.nbytes
 
-    def end_of_prompts(self) -> None:
-        """No further group will be admitted."""
-        self.ledger.ended = True
-        self.journal("end", {}, NO_ROWS)
-
     # --- readers -----------------------------------------------------------------------------------------------
 
     def controller(self, stage: Stage | str) -> Controller:
@@ -196,7 +199,8 @@ class Control(Gate):
         wish = Want(want.groups, want.max_tokens, exhausted, want.rank, want.ranks, want.near)
         wait = controller.waits_for_others(self.has_slot)
         rows = None if wait else controller.take(wish, now, self.options.lease_s, owner)
-        if rows is None and exhausted and not controller.pending and not controller.leases:
+        through = not controller.pending and not controller.leases and not (self.lossy and self.ledger.in_flight)
+        if rows is None and exhausted and through:
             raise DockClosed(f"nothing is left to take for stage {stage!r}: the prompts have ended")
         return rows
 
@@ -217,11 +221,18 @@ class Control(Gate):
             if rows.lease in controller.leases:
                 raise unwritten(controller, self.roster.row_id[kept[~written]], kept[~written])
             kept = kept[written]
-        controller.finish(np.concatenate([kept, slots[gone]]), rows.lease)
+        done = np.concatenate([kept, slots[gone]])
+        controller.check_whole(done, rows.lease)
+        reasons = {row: dropped[row] for row in rows.row_ids[gone].tolist()} if gone.any() else {}
         if rows.stage in self.flow.filters:
-            self.pass_filter(rows.stage, kept)
-        if gone.any():
-            self.drop_rows({row: dropped[row] for row in rows.row_ids[gone].tolist()}, rows.stage)
+            self.journal("pass", {"stage": rows.stage}, self.roster.row_id[kept])
+        if reasons:
+            self._record_drop(reasons, rows.stage)
+        controller.finish(done, rows.lease)  # nothing was changed before: a journal may fail, for lack of room
+        if rows.stage in self.flow.filters:
+            self.passed(rows.stage, kept)
+        if reasons:
+            self.dropped(reasons, rows.stage)
 
     def homes(self, rows: Rows) -> dict[str, Runs]:
         """Where the columns that a stage reads of its leased rows lie in shared memory, of those that all do."""
@@ -253,9 +264,8 @@ class Control(Gate):
             kept &= ~np.isin(rows.row_ids, list(dropped))
         return not controller.written(slots[kept]).all()
 
-    def pass_filter(self, stage: str, slots: np.ndarray) -> None:
-        """Rows passed a filter: the stages after it have its verdict."""
-        self.journal("pass", {"stage": stage}, self.roster.row_id[slots])
+    def passed(self, stage: str, slots: np.ndarray) -> None:
+        """Rows passed a filter, which is recorded: the stages after it have its verdict."""
         name, zeros = verdict(stage), np.zeros(len(slots), np.int64)
         for reader in self.flow.readers.get(name, ()):
             self.controllers[reader].ready(slots, (name,), zeros)
@@ -292,10 +302,17 @@ class Control(Gate):
 
     def drop_rows(self, reasons: Mapping[int, str], stage: str | None) -> None:
         """Rows leave, each with its reason, because `stage` said so."""
-        row_ids = np.fromiter(reasons, np.int64, len(reasons))
-        self.journal("drop", {"stage": stage, "reasons": list(reasons.values())}, row_ids)
+        self._record_drop(reasons, stage)
+        self.dropped(reasons, stage)
+
+    def _record_drop(self, reasons: Mapping[int, str], stage: str | None) -> None:
+        facts = {"stage": stage, "reasons": list(reasons.values())}
+        self.journal("drop", facts, np.fromiter(reasons, np.int64, len(reasons)))
+
+    def dropped(self, reasons: Mapping[int, str], stage: str | None) -> None:
+        """As `drop_rows`, which is recorded already."""
         self.ledger.drop(reasons)
-        slots = self.roster.present(row_ids)
+        slots = self.roster.present(np.fromiter(reasons, np.int64, len(reasons)))
         self.hide(slots, self.flow.sees_drops_of(stage if self.options.deterministic else None))
 
     def hide(self, slots: np.ndarray, stages: Iterable[str]) -> None:
@@ -313,7 +330,7 @@ class Control(Gate):
         self.hide(left, self.flow.stages)
         if rows.lease and rows.stage in self.flow.stages:
             controller = self.controller(rows.stage)
-            controller.finish(slots[controller.owned(rows.lease, slots)], rows.lease, partly=True)
+            controller.finish(slots[controller.owned(rows.lease, slots)], rows.lease)
 
     # --- after every change ------------------------------------------------------------------------------------
 

@@ -150,19 +150,23 @@ class Controller(Progress):
             raise DockError(f"stage {self.stage!r} never gave out the lease {lease}")
         return (slots >= 0) & (self._lease[slots] == lease) & (self._state[slots] & STATE != DONE)
 
-    def finish(self, slots: np.ndarray, lease: int, partly: bool = False) -> None:
-        """Rows are done here. Call with owned rows only. A stage by group finishes whole groups, unless `partly`."""
+    def check_whole(self, slots: np.ndarray, lease: int) -> None:
+        """DockError unless a stage by group would finish whole groups with these rows. Call with owned rows only."""
+        if self.by == "sample":
+            return
+        blocks = self._roster.blocks_of(slots)
+        members = self._roster.members(blocks)
+        rest = ((self._state[members] & STATE == LEASED) & (self._lease[members] == lease)).sum(1)
+        rest -= np.bincount(np.searchsorted(blocks, slots // self._roster.size), minlength=len(blocks))
+        if (rest > 0).any():
+            raise DockError(
+                f"stage {self.stage!r} finished a part of group {self._roster.group_id[blocks[rest > 0][0]]}",
+                f"a stage by {self.by} acknowledges whole groups",
+            )
+
+    def finish(self, slots: np.ndarray, lease: int) -> None:
+        """Rows are done here. Call with owned rows only."""
         held = int(np.count_nonzero(self._state[slots] & STATE == LEASED))
-        if self.by != "sample" and not partly:
-            blocks = self._roster.blocks_of(slots)
-            members = self._roster.members(blocks)
-            rest = ((self._state[members] & STATE == LEASED) & (self._lease[members] == lease)).sum(1)
-            rest -= np.bincount(np.searchsorted(blocks, slots // self._roster.size), minlength=len(blocks))
-            if (rest > 0).any():
-                raise DockError(
-                    f"stage {self.stage!r} finished a part of group {self._roster.group_id[blocks[rest > 0][0]]}",
-                    f"a stage by {self.by} acknowledges whole groups",
-                )
         self._state[slots] |= DONE
         self.released.append(slots)
         if held < len(slots):  # what was leased was not there to be taken either

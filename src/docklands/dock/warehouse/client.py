@@ -170,7 +170,7 @@ class AsyncWarehouseClient(Client):
         puts = [self._together.put(place, load, stage, end) for place, load in loads_of(batch, places).items()]
         return await puts[0] if len(puts) == 1 else merged(await asyncio.gather(*puts))
 
-    async def _put(self, place: int, load: Load, stage: str, end: float, now: bool) -> Put | None:
+    async def _put(self, place: int, stage: str, load: Load, end: float, now: bool) -> Put | None:
         return await self._run(
             calls.put(self.sessions, {place: load}, calls.Why(None, stage), now), end - self._loop.time()
         )

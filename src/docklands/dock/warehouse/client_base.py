@@ -135,7 +135,8 @@ class Client:
         self._unwatch(place)
         self.connections[place].close()
         self.connections[place] = connect(self._context, peer, self._keys)
-        self.sessions[place].welcome = None
+        session = self.sessions[place]
+        session.welcome, session.writer, session._done = None, None, []  # its slab is another client's there
         self._watch_line(place)
 
     def _watch_line(self, place: int) -> None:

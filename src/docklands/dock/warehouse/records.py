@@ -72,14 +72,19 @@ def records(store: Store, place: int = -1) -> Iterator[list[Buffer]]:
                 yield [m.CALLS.pack(CALL, store.seq, m.Put(meta, lives=lives)), *buffers]
 
 
-def replay(store: Store, path: Path, mend: bool) -> None:
-    """Do everything that a file of records says. Raises CheckpointError when it does not fit this warehouse."""
+def replay(store: Store, path: Path, mend: bool, place: int | None = None) -> None:
+    """Do everything that a file of records says. Raises CheckpointError when it does not fit this warehouse.
+
+    place  that its rows are of from now on; None: as it says
+    """
     last = 0
     for header, *frames in wal.read(path, mend):
         try:
             _, last, message = m.CALLS.unpack(header)
         except WireError as error:
             raise CheckpointError(f"{path} is not of this version: {error.message}") from None
+        if place is not None and isinstance(message, m.Put) and message.birth is not None:
+            message.birth.place = place  # before it is answered: a second warehouse is told what is answered
         reply, _ = store.answer(b"", message, frames)
         if isinstance(reply, m.Failure | m.Full):
             why = reply.message if isinstance(reply, m.Failure) else f"it needs {reply.nbytes} bytes more"
@@ -140,10 +145,9 @@ def restore(store: Store, paths: list[Path]) -> m.Done:
     log, store.log = store.log, None
     try:
         for path in paths:
-            replay(store, path, mend=False)
+            replay(store, path, mend=False, place=store.options.place)
     finally:
         store.log = log
-    store.births["place"][store.births.slots] = store.options.place
     if log is not None:
         log.replace(records(store))
     store.restored = paths

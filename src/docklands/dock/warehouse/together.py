@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from docklands.core.batch import Batch
 from docklands.dock.rules.table import unique_ids
 from docklands.dock.wire.format import ColumnMeta, Part, parts_of
-from docklands.errors import DockClosed, DockError, TakeTimeout, WarehouseLost
+from docklands.errors import DockClosed, DockError, WarehouseLost
 
 MOST = 4 << 20
 """Bytes of puts that leave together, at most."""
@@ -98,14 +99,18 @@ class Waiting:
     end: float
     found: asyncio.Future[Put]
 
+    def give(self, what: Put) -> None:
+        if not self.found.done():
+            self.found.set_result(what)
 
-Send = Callable[[int, Load, str, float, bool], Awaitable["Put | None"]]
+
+Send = Callable[[int, str, Load, float, bool], Awaitable["Put | None"]]
 
 
 class Together:
     """Puts of one client, in one event loop.
 
-    send  place, load, stage, deadline by the loop's clock -> what became of it; the last argument: None instead of
+    send  place, stage, load, deadline by the loop's clock -> what became of it; the last argument: None instead of
           waiting for room
     """
 
@@ -123,9 +128,7 @@ class Together:
             queue.append(waiting)
         else:  # it leaves with those of the tasks that are to run in this round of the loop, too
             queue = self._queues[line] = deque([waiting])
-            task = asyncio.ensure_future(self._go_on(line, queue))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._begin(self._go_on(line, queue))
         return waiting.found
 
     async def close(self) -> None:
@@ -134,37 +137,60 @@ class Together:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def _go_on(self, line: tuple[int, str], queue: deque[Waiting]) -> None:
         """Until nobody waits."""
         some: list[Waiting] = []
         try:
             while queue:
                 some = portion(queue)
-                await self._leave(line, some)
+                if some:
+                    await self._leave(line, some)
+                some = []  # each has its answer, or a task of its own
+        except Exception as error:  # a fault: nobody is left waiting for ever
+            give((*some, *queue), error)
+            raise
         finally:
             del self._queues[line]
-            for waiting in (*some, *queue):
-                give(waiting, DockClosed("the client of the warehouses has been closed"))
+            give((*some, *queue), closed())
 
     async def _leave(self, line: tuple[int, str], some: Sequence[Waiting]) -> None:
-        """Some puts in one message; each for itself if there is no room for all of them, or one of them is refused."""
-        place, stage = line
-        several = len(some) > 1
+        """Some puts in one message; each for itself if there is no room for all of them, one is refused, or late.
+
+        Who waits for room holds up nobody: what comes behind may be what room is made of.
+        """
+        load = Load.joined([waiting.load for waiting in some])
         try:
-            load = Load.joined([waiting.load for waiting in some])
-            found = await self._send(place, load, stage, min(waiting.end for waiting in some), several)
+            found = await self._send(*line, load, min(waiting.end for waiting in some), True)
         except DockError as error:
-            if not several or isinstance(error, TakeTimeout | WarehouseLost | DockClosed):
-                for waiting in some:
-                    give(waiting, error)
-                return
+            if len(some) == 1 or isinstance(error, WarehouseLost | DockClosed):
+                return give(some, error)
             found = None
-        if found is not None:
+        if found is None:
+            for waiting in some:
+                self._begin(self._alone(line, waiting))
+        elif len(some) == 1:
+            some[0].give(found)
+        else:
             for number, waiting in enumerate(some):
-                give(waiting, share(found, waiting.load, first=number == 0) if several else found)
-            return
-        for waiting in some:
-            await self._leave(line, [waiting])
+                waiting.give(share(found, waiting.load, first=number == 0))
+
+    async def _alone(self, line: tuple[int, str], waiting: Waiting) -> None:
+        try:
+            found = await self._send(*line, waiting.load, waiting.end, False)
+            assert found is not None
+            waiting.give(found)
+        except DockError as error:
+            give([waiting], error)
+        except Exception as error:
+            give([waiting], error)
+            raise
+        finally:
+            give([waiting], closed())
 
 
 def portion(queue: deque[Waiting]) -> list[Waiting]:
@@ -192,11 +218,12 @@ def share(found: Put, load: Load, first: bool) -> Put:
     return Put(found.seqs, found.ignored if first else 0, gone)
 
 
-def give(waiting: Waiting, what: Put | DockError) -> None:
-    """Its answer, if it still waits for one."""
-    if waiting.found.done():
-        return
-    if isinstance(what, Put):
-        waiting.found.set_result(what)
-    else:
-        waiting.found.set_exception(what)
+def give(some: Sequence[Waiting], error: Exception) -> None:
+    """Raise it where they are waited for."""
+    for waiting in some:
+        if not waiting.found.done():
+            waiting.found.set_exception(error)
+
+
+def closed() -> DockClosed:
+    return DockClosed("the client of the warehouses has been closed")
