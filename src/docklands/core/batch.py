@@ -143,16 +143,19 @@ class Batch:
         return batch
 
     def _check_alignment(self) -> None:
-        token_columns = {f: c for f, c in self._columns.items() if f.is_token and isinstance(c, Jagged)}
-        if not token_columns:
-            return
-        first, reference = next(iter(token_columns.items()))
-        for field, column in token_columns.items():
+        first: tuple[Field[Any], Jagged] | None = None
+        for field, column in self._columns.items():
+            if not field.is_token or not isinstance(column, Jagged):
+                continue
+            if first is None:
+                first = field, column
+                continue
+            of, reference = first
             if column.offsets is not reference.offsets and not np.array_equal(column.lengths, reference.lengths):
                 row = int(np.nonzero(column.lengths != reference.lengths)[0][0])
                 raise DockError(
                     f"column {field.name} has {column.lengths[row]} tokens in row {self.row_ids[row]}, "
-                    f"{first.name} has {reference.lengths[row]}",
+                    f"{of.name} has {reference.lengths[row]}",
                     "every token column has the length of token_ids",
                 )
 

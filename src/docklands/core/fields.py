@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ DTYPES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Field(Generic[T]):
     """A typed column. `dtype` is a torch dtype name, or "json" for one JSON value per sample."""
 
@@ -56,21 +57,21 @@ class Field(Generic[T]):
         """Fields are keys everywhere, and a graph has one of a name."""
         return hash(self.name)
 
-    @property
+    @cached_property
     def is_token(self) -> bool:
         """One entry per token of TOKEN_IDS."""
         return bool(self.dims) and self.dims[0] == "T"
 
-    @property
+    @cached_property
     def is_ragged(self) -> bool:
         """Length differs from row to row."""
         return bool(self.dims) and self.dims[0] in ("T", "*")
 
-    @property
+    @cached_property
     def is_json(self) -> bool:
         return self.dtype == "json"
 
-    @property
+    @cached_property
     def inner_shape(self) -> tuple[int, ...]:
         """Fixed trailing dimensions."""
         rest = self.dims[1:] if self.is_ragged else self.dims

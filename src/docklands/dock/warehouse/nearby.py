@@ -96,7 +96,9 @@ class Nearby:
         try:
             for field in fields:
                 pieces: list[Tensor] = []
-                column = self._column(field)
+                column = self._columns.get(field.name)
+                if column is None or column.field is not field:
+                    column = self._column(field)
                 for stretch in stretches:
                     if column is None or not self._add_pieces(pieces, sessions, column, stretch, checks):
                         return None
@@ -129,35 +131,35 @@ class Nearby:
     ) -> bool:
         """A column's values, piece by piece; False if they cannot be read here. Notes what is to be looked at again."""
         at, stop = rows
-        before, number = column.before, bisect_right(column.starts, at) - 1
+        before, starts, ends, views = column.before, column.starts, column.ends, column.views
+        number = bisect_right(starts, at) - 1
         while at < stop:
-            end = min(stop, column.ends[number])
+            end = ends[number] if ends[number] < stop else stop
             first, last = before[at], before[end]
             if first < last:
-                place, generation = self._places[at], column.generations[number]
+                place = self._places[at]
                 session = sessions.get(place)
                 if session is None or session.welcome is None or not session.arenas:
                     return False
-                view = column.views[number]
+                view = views[number]
                 if view is None or view[0] is not session.arenas:
-                    view = column.views[number] = column.view(session, number)
-                if (place, generation) not in checks:
+                    view = views[number] = column.view(session, number)
+                key = place, view[1][1]
+                if key not in checks:
                     session.check(view[1])
-                    checks[place, generation] = session, view[1]
-                zero = before[column.starts[number]]
+                    checks[key] = session, view[1]
+                zero = before[starts[number]]
                 pieces.append(view[2][first - zero : last - zero])
             at, number = end, number + 1
         return True
 
     def _column(self, field: Field[Any]) -> Stretched | None:
-        """How a column lies; None if that is not known."""
-        found = self._columns.get(field.name)
-        if found is None or found.field is not field:
-            known, runs = width(field), self._runs.get(field.name)
-            if known is None or runs is None:
-                return None
-            before = self._before if known[1] else range(len(self._before))
-            found = self._columns[field.name] = Stretched(field, known[0], before, runs)
+        """How a column lies, which is noted; None if that is not known."""
+        known, runs = width(field), self._runs.get(field.name)
+        if known is None or runs is None:
+            return None
+        before = self._before if known[1] else range(len(self._before))
+        found = self._columns[field.name] = Stretched(field, known[0], before, runs)
         return found
 
     def _stretches(self, row_ids: np.ndarray) -> list[tuple[int, int]] | None:
