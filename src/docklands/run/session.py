@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -164,7 +163,7 @@ class Run:
         metrics.add_values({"training/global_step": self.step, "training/weight_version": self.step})
         metrics.add("training/epoch", self.prompts.epoch)
         self.sinks.write(self.step, metrics.result())
-        await asyncio.to_thread(self.run_dir.write_samples, self.step, self.recorder.take())  # the flow goes on
+        self.run_dir.write_samples(self.step, self.recorder.take())
         last = self.step == self.config.run.steps
         if "checkpoint/failed" in known:
             await resume.settle(self)
