@@ -84,7 +84,7 @@ def test_puts_of_one_moment_leave_together(two: Launcher) -> None:
             await asyncio.gather(*(dock.put(batch, rows) for batch, rows in zip(batches, parts)))
             for rows in taken:
                 await dock.finish(rows, Outcome())
-            stats = await stats_at_rest(dock)
+            stats = await dock.counts()
             read = await dock.take(REF, groups=4)
             found = await dock.fetch(read, ROLLOUT.writes)
             await asyncio.gather(dock.put(batches[0], parts[0]), dock.put(batches[0], parts[0]))  # there already

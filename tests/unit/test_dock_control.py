@@ -21,7 +21,7 @@ from docklands.dock.control.desk import GRACE_S
 from docklands.dock.control.links import Warehouse
 from docklands.dock.control.recover import Journal, align, packed
 from docklands.dock.control.server import ControlOptions, Server
-from docklands.dock.rules.control import Control
+from docklands.dock.rules.control import SLOT, Control
 from docklands.dock.rules.messages import Notice
 from docklands.dock.rules.table import NO_ROWS
 from docklands.dock.warehouse.messages import Failure
@@ -337,6 +337,21 @@ def test_an_acknowledgement_names_its_rows_only_when_its_lease_has_ended():
     assert talk.say(A, c.Finish("rollout", taken.lease)) == [(A, c.Yes(False))]  # type: ignore[attr-defined]
     assert talk.say(A, c.Finish("rollout", taken.lease), rows_of(0)) == [(A, c.Yes())]  # type: ignore[attr-defined]
     assert talk.desk.control.counters.late_acks == GROUP
+
+
+def test_nothing_enters_before_every_warehouse_was_heard_once():
+    """What it is given before would count as lost when it says what it holds. A lost group's prompts may come."""
+    talk = Talk()
+    talk.say(A, c.Join("a"))
+    talk.desk.mute = {0}
+    assert talk.say(A, c.Admit([0]), rows_of(0), 7) == []
+    talk.now += talk.desk.control.options.wait_s + 1
+    ((_, late),) = talk.turn()
+    assert isinstance(late, c.Failure) and "warehouses [0] have not said what they hold" in late.message
+    assert talk.say(A, c.Admit([0]), rows_of(0), 8) == []
+    talk.desk.mute.clear()
+    talk.desk.wake(SLOT)
+    assert [(who, reply.places) for who, reply in talk.turn()] == [(A, [0])]
 
 
 def test_groups_enter_together_or_not_at_all():

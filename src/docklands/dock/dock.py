@@ -80,7 +80,7 @@ class Dock(InProcess):
 
     async def slots(self) -> int:
         """Wait until a group may be admitted; how many may. 0: the dock is closing, or no more groups are wanted."""
-        why = partial(explain.why_slot, self._control)
+        why = partial(explain.why_slot, self._control, ())
         return await self._until(SLOT, self._control.look_slots, "slot", lambda: why(self._clock()))
 
     async def admit(self, batch: Batch) -> None:
@@ -278,7 +278,7 @@ class Dock(InProcess):
 
         def why() -> str:
             if what == "admit" and not self._control.has_slot:
-                return explain.why_slot(self._control, self._clock())
+                return explain.why_slot(self._control, (), self._clock())
             return explain.why_room([(w.place, w.nbytes, w.capacity) for w in self._exchange.stores.warehouses])
 
         await self._until(ROOM, look, what, why)

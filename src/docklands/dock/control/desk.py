@@ -55,6 +55,7 @@ class Clients:
     control: Control
     clients: dict[bytes, Client]
     lost: dict[int, int]
+    mute: set[int]
     frozen: set[bytes]
     thawed: bool
     places: int
@@ -85,7 +86,7 @@ class Clients:
             if control.closed and not message.loss:  # what was lost of those that are here may be in a snapshot yet
                 raise DockClosed("the dock is closed: no group is admitted any more")
             nonlocal wanted
-            if 1 < wanted and control.slots < wanted:  # as many as lacked a slot when they were last looked at
+            if (self.mute and not message.loss) or 1 < wanted > control.slots:  # wanted: what lacked a slot before
                 return None
             new = list(zip(groups, parts))
             if not control.unknown(groups, row_ids):
@@ -96,8 +97,8 @@ class Clients:
             control.admit_all(new, [at[group] for group, _ in new])
             return self._admitted(client, message), []
 
-        why = partial(explain.why_slot, self.control)
-        return attempt() or self._park(client, number, SLOT, attempt, late("admit", self, why))
+        wait = late("admit", self, partial(explain.why_slot, self.control, self.mute))
+        return attempt() or self._park(client, number, SLOT, attempt, wait)
 
     def _admitted(self, client: bytes, message: c.Admit) -> c.Admitted:
         """Groups are here, and this client has their prompts."""
@@ -151,6 +152,7 @@ class Desk(Clients):
 
     outbox  (client, call number, reply) to be sent
     stale   warehouses that have to say what they hold before a loaded state counts
+    mute    those that never have: before, no group enters, or what is put to them meanwhile would count as lost
     heard   process id of each warehouse that has said what it holds
     moves   warehouses to be served elsewhere; joined: clients that have to hear where they are
     lost    groups of which a warehouse has lost rows whole, with the number of the loss, until they are there again
@@ -166,7 +168,7 @@ class Desk(Clients):
         self.frozen: set[bytes] = set()
         self.thawed = False
         self.places = places
-        self.stale, self.heard = set[int](), dict[int, int]()
+        self.stale, self.mute, self.heard = set[int](), set[int](), dict[int, int]()
         self.clients: dict[bytes, Client] = {}
         self.outbox: list[tuple[bytes, int, Reply]] = []
         self.lost: dict[int, int] = {}
@@ -274,8 +276,8 @@ class Desk(Clients):
             answer = self.control.look_slots()
             return None if answer is None else (c.Slots(answer), [])
 
-        why = partial(explain.why_slot, self.control)
-        return attempt() or self._park(client, number, SLOT, attempt, late("slot", self, why))
+        wait = late("slot", self, partial(explain.why_slot, self.control, self.mute))
+        return attempt() or self._park(client, number, SLOT, attempt, wait)
 
     def _take(self, client: bytes, number: int, message: c.Take) -> Reply | None:
         stage = self.control.flow.stage(message.stage)
@@ -318,11 +320,7 @@ class Desk(Clients):
             self.ended(Ended(stage, lease, self.control.roster.row_id[controller.held(lease)]))
 
     def _finish(self, client: bytes, number: int, message: c.Finish, rows: Rows | None) -> Reply | None:
-        """Wait until the warehouses have told of the stage's columns; then acknowledge.
-
-        A put and its acknowledgement come by different ways, often from different processes. What was put is on its way
-        here, so only rows whose columns do not come within GRACE_S were never written.
-        """
+        """Acknowledge once the warehouses have told of the columns: a put comes by another way, within GRACE_S."""
         if rows is None:
             return c.Yes(False), []
         dropped = self.control.still_leased(rows, message.dropped)

@@ -23,6 +23,7 @@ from docklands.core.graph import rows_text
 from docklands.dock.control import messages as c
 from docklands.dock.control.desk import NOTICES, Desk
 from docklands.dock.control.recover import align
+from docklands.dock.rules.control import SLOT
 from docklands.dock.warehouse import messages as m
 from docklands.dock.warehouse.arena import start_ticks
 from docklands.dock.warehouse.notices import notices_from
@@ -66,6 +67,7 @@ class Links:
 
     def __init__(self, desk: Desk, warehouses: Sequence[Warehouse], keys: Keys | None, rebuilt: bool) -> None:
         self.desk = desk
+        desk.mute = set(range(len(warehouses)))
         self._keys = keys
         self._losses = desk.epoch << 32  # an answer to an earlier process counts for nothing
         self._context = zmq.Context()
@@ -185,7 +187,9 @@ class Links:
         for notices, buffers in held:
             self._notices(place, link, notices, buffers)
         self.desk.stale.discard(place)
+        self.desk.mute.discard(place)
         self.desk.wake(NOTICES)
+        self.desk.wake(SLOT)
         self.free([(place, vain)] if len(vain) else [])
         if len(lost):
             ids = rows_text(self.desk.control.roster.row_id[lost].tolist())

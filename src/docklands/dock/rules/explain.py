@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -60,10 +60,11 @@ def why_few(control: Control) -> str:
     return f"{ledger.in_flight} of {ledger.options.window} groups are in flight: none enters before one leaves"
 
 
-def why_slot(control: Control, now: float) -> str:
-    """Where the groups in flight stand."""
+def why_slot(control: Control, mute: Collection[int], now: float) -> str:
+    """Where the groups in flight stand. mute: warehouses that have not been heard of yet."""
     held = [line.strip() for line in stage_lines(control, now)]
-    return f"{control.ledger.in_flight} of {control.options.window} groups are in flight; " + "; ".join(held)
+    silent = f"warehouses {sorted(mute)} have not said what they hold; " if mute else ""
+    return f"{silent}{control.ledger.in_flight} of {control.options.window} groups are in flight; " + "; ".join(held)
 
 
 def why_room(warehouses: Sequence[tuple[int, int, int]]) -> str:
