@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from docklands.core.fields import REF_LOGPROBS, TOKEN_IDS
 from docklands.core.protocols import Outcome, Rows
+from docklands.dock.control import messages as c
 from docklands.dock.launch import Launcher
 from docklands.fleet.replica_role import together
 from tests.dock_parts import (
@@ -25,7 +27,7 @@ from tests.dock_parts import (
     run,
     written,
 )  # fmt: skip
-from tests.dock_processes import client, launcher, values_of
+from tests.dock_processes import client, launcher, stats_at_rest, values_of
 
 
 def test_what_a_slow_reader_made_of_lost_rows_never_comes_beside_the_new_ones(tmp_path: Path) -> None:
@@ -87,3 +89,25 @@ def test_rows_of_several_leases_keep_their_lives(order: list[int]) -> None:
     picked = joined.select(np.flatnonzero(np.isin(joined.row_ids, [2, 4])))
     assert picked.lives is not None
     assert dict(zip(picked.row_ids.tolist(), picked.lives.tolist())) == {2: 0, 4: 6}
+
+
+def test_a_group_that_left_while_its_prompts_were_asked_for_does_not_come_back(tmp_path: Path) -> None:
+    """Rows are trained from what was read before their warehouse died, and retired before their prompts come again."""
+
+    async def main(made: Launcher):
+        async with client(made) as dock:
+            await dock.admit(group(0))
+            rows = await dock.take(ROLLOUT)
+            await dock.drop(rows, "error: trained")
+            while (await dock.stats())["dock/bytes"]:
+                await asyncio.sleep(0.01)
+            dock._keep(0, group(0))  # it has not heard that they are gone
+            dock._on_push(c.Again(0, 0, 0, GROUP, 7), [rows.row_ids.data])
+            await asyncio.gather(*dock._tasks)
+            stats = await stats_at_rest(dock)
+            assert stats["dock/in_flight"] == stats["dock/bytes"] == 0 and not dock._prompts
+            await dock.admit(group(1))
+            return (await dock.take(ROLLOUT)).group_ids.tolist()
+
+    with launcher(PLAIN, options(1), tmp_path) as made:
+        assert run(main(made)) == [1] * GROUP

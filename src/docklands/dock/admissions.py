@@ -115,6 +115,9 @@ class Admissions(Outlook):
         try:
             birth = m.Birth([again.order], [again.group_id], again.place, life=again.loss)
             await self.warehouses.put(lost, again.place, birth)
-            await self._call(c.Admit([again.group_id], loss=again.loss), [batch.row_ids.data])
+            reply, _ = await self._call(c.Admit([again.group_id], loss=again.loss), [batch.row_ids.data])
+            if again.group_id in reply.gone:  # it has left meanwhile
+                self._prompts.pop(again.group_id, None)
+                await self.warehouses.free(lost.row_ids, again.place)
         except (DockError, WarehouseLost) as error:
             log.error("dock: group %d could not be admitted again: %s", again.group_id, error)

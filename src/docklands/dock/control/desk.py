@@ -85,6 +85,8 @@ class Clients:
             control.raise_failure()
             if control.closed and not message.loss:  # what was lost of those that are here may be in a snapshot yet
                 raise DockClosed("the dock is closed: no group is admitted any more")
+            if message.loss and not control.roster.by_group.keys() >= set(groups):  # they have left meanwhile
+                return c.Admitted([], [], groups), []
             nonlocal wanted
             if (self.mute and not message.loss) or 1 < wanted > control.slots:  # wanted: what lacked a slot before
                 return None
