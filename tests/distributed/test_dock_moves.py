@@ -133,6 +133,20 @@ def test_the_warehouse_of_a_node_that_dies_goes_on_on_another(tmp_path: Path, du
         assert rows == Counter(range(GROUPS * GROUP)), stage.name
 
 
+def test_a_client_that_is_sent_to_where_it_is_already_leases_a_new_slab(tmp_path: Path) -> None:
+    """Its line had found the new process before it heard of the move; the slab is of the old line's identity."""
+
+    async def main(made: Launcher) -> list[int]:
+        async with client(made) as dock:
+            await dock.admit(group(0))
+            dock.warehouses.redirect(0, dock._peers[0])
+            await dock.admit(group(1))
+            return (await dock.take(ROLLOUT, groups=2)).group_ids.tolist()
+
+    with launcher(PLAIN, options(2, max_staleness=1), tmp_path) as made:
+        assert run(main(made)) == [0] * GROUP + [1] * GROUP
+
+
 def test_a_warehouse_without_room_takes_nobody_in(tmp_path: Path) -> None:
     async def fill(made: Launcher) -> None:
         async with client(made) as dock:
