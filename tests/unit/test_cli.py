@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -197,8 +198,9 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
     """A command that waits (for a config from a pipe that nobody writes) ends at once, without a traceback."""
     pipe = tmp_path / "pipe.yaml"
     os.mkfifo(pipe)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # these tests may run where a shell has it ignored
     with subprocess.Popen(
-        command("config", "show", str(pipe)), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command("config", "show", str(pipe)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard
     ) as process:
         opened = wait_until_opened(pipe)
         process.send_signal(signal.SIGINT)
