@@ -21,7 +21,6 @@ import zmq
 
 from docklands.core.batch import Batch
 from docklands.dock.warehouse import calls
-from docklands.dock.warehouse import messages as m
 from docklands.dock.warehouse.calls import Answer, Ask, LineReset, Steps
 from docklands.dock.warehouse.client_base import Client, ClientOptions
 from docklands.dock.warehouse.together import Load, Put, Together, loads_of, merged
@@ -154,20 +153,12 @@ class AsyncWarehouseClient(Client):
         super().redirect(place, peer)
         self._fail(place, LineReset())
 
-    async def put(
-        self,
-        batch: Batch,
-        places: int | np.ndarray,
-        birth: m.Birth | None = None,
-        stage: str = "",
-        deadline_s: float | None = None,
-        ended: tuple[Any, ...] = (0, (0, 0)),
-    ) -> Put:
-        """See Client.put. Of several at a time to one warehouse, all but the first leave together."""
-        if birth is not None or any(ended[0:1]) or any(ended[2:]):
-            return await super().put(batch, places, birth, stage, deadline_s, ended)
+    async def _store(self, batch: Batch, places: int | np.ndarray, why: calls.Why, deadline_s: float | None) -> Put:
+        """Of several puts at a time to one warehouse, all but the first leave together."""
+        if why.birth is not None or why.lease or why.lives:
+            return await super()._store(batch, places, why, deadline_s)
         end = self._loop.time() + self._deadline(deadline_s)
-        puts = [self._together.put(place, load, stage, end) for place, load in loads_of(batch, places).items()]
+        puts = [self._together.put(place, load, why.stage, end) for place, load in loads_of(batch, places).items()]
         return await puts[0] if len(puts) == 1 else merged(await asyncio.gather(*puts))
 
     async def _put(self, place: int, stage: str, load: Load, end: float, now: bool) -> Put | None:

@@ -84,7 +84,9 @@ class Client:
 
         ended  a lease of the stage that ends with these rows, what was read under it, and the rows' lives (calls.Why)
         """
-        why = calls.Why(birth, stage, *ended)
+        return self._store(batch, places, calls.Why(birth, stage, *ended), deadline_s)
+
+    def _store(self, batch: Batch, places: int | np.ndarray, why: calls.Why, deadline_s: float | None) -> Any:
         return self._run(calls.put(self.sessions, loads_of(batch, places), why), deadline_s)
 
     def get(
