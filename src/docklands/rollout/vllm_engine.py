@@ -169,6 +169,7 @@ class VllmEngine:
         if not self._serving.acquire(blocking=False):
             raise RolloutError("generate while generating", "one call at a time: give the engine all requests at once")
         try:
+            settle_threads()
             self._abort.clear()
             self._check(queue)
             deadline = time.monotonic() + self._section.sample_deadline_s
@@ -194,6 +195,7 @@ class VllmEngine:
         prompt: Any = {"type": "token", "prompt_token_ids": list(ids)}
         with self._step_lock:
             self._sampler.of_prompts = temperature
+            settle_threads()
             try:
                 self._engine.add_request("probe", prompt, params, lora_request=self._asked)
                 found: list[Any] = []
@@ -292,6 +294,13 @@ class VllmEngine:
         if self._running:
             self._engine.abort_request([str(index) for index in self._running])
             self._running = {}
+
+
+def settle_threads() -> None:
+    """Before vLLM computes on a thread for the first time: torch gives a thread its number of OpenMP threads when it
+    first asks. In the middle of a step, vLLM's attention would find another number than it has planned for, and abort.
+    """
+    torch.get_num_threads()
 
 
 def seed_of(request: Request) -> int:

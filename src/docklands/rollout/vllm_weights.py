@@ -72,6 +72,7 @@ class InPlace:
             self._places[spec.name] = modules[module], kind
         self._head = modules.get("lm_head")
         self._looked_up = {spec.name for spec in table.stored() if spec.split == "vocab"} - {"head.weight"}
+        self._tied = {spec.name: spec.tied_to for spec in table if spec.tied_to is not None}
         self._scratch = threading.local()
         self._came: dict[int, dict[str, Tensor]] = {}
         self._lock = threading.Lock()
@@ -81,12 +82,11 @@ class InPlace:
         """Copy a complete set. MissingWeight names a parameter that did not come, or that the model does not have;
         ShapeMismatch both shapes. After an error the model holds a mixture.
         """
-        tied = {spec.name for spec in self._table if spec.tied_to is not None}
         wanted, late = dict(self._places), []
         self._came = {}
         with _Apart(torch.get_num_threads() if self._repack else 1) as apart:
             for name, tensor in weights:
-                if name in tied:
+                if name in self._tied:
                     continue
                 place = wanted.pop(name, None)
                 if place is None:
@@ -102,8 +102,6 @@ class InPlace:
             raise MissingWeight(f"{len(wanted)} weights did not come, first {next(iter(wanted))!r}")
         for each in late:  # a bias after its matrix, whose packing may replace it; the head by all threads together
             self._put(*each)
-        if self._repack and tied and self._head is not None:
-            _pack(self._head)
 
     @torch.no_grad()
     def _put(self, name: str, module: Any, kind: str, tensor: Tensor) -> None:
@@ -117,6 +115,8 @@ class InPlace:
             setattr(module, kind, nn.Parameter(plain, requires_grad=False))
         if self._repack and kind == "weight" and tensor.ndim == 2 and name not in self._looked_up:
             _pack(module)
+        elif self._repack and self._head is not None and name in self._tied.values():
+            _pack(self._head)  # the largest matrix, and the first to come: it is packed beside all others
 
     def _put_experts(self, module: Any, kind: str, tensor: Tensor) -> None:
         """One of the two stacked matrices of a layer; with the second the kernel packs both (and pads them first)."""
