@@ -71,6 +71,7 @@ def valid_messages(server: Server) -> list[list[bytes]]:
         (m.Hello("c", os.getpid(), 1), []),
         (m.Put(meta, BIRTH, "rollout"), frames),
         (m.Put(refs), index),
+        (m.Put(meta, BIRTH, "rollout", room=m.Lease(1 << 20, [slab.generation])), frames),
         (m.Get([field.name for field in FIELDS], True, "ref"), [ids]),
         (m.Get([FIELDS[0].name]), [ids]),
         (m.Free(), [ids]),

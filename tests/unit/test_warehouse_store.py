@@ -18,7 +18,7 @@ from docklands.dock.warehouse import wal
 from docklands.dock.warehouse.arena import Extent, Mapped, SlabWriter, start_ticks
 from docklands.dock.warehouse.calls import Session
 from docklands.dock.warehouse.store import Store
-from docklands.dock.wire.format import batch_of, decode_parts, encode_batch
+from docklands.dock.wire.format import batch_of, decode_parts, encode_batch, parts_of
 from docklands.errors import CheckpointError
 
 ME = b"client"
@@ -278,6 +278,44 @@ def test_slabs_that_end_while_others_are_asked_for_are_all_given_back(store: Sto
     first = session._done[0]
     session.leased(m.Slab(0, 0, 0), [first])
     assert session._done == [first + 1, first + 2]
+
+
+def test_a_put_brings_the_slab_for_the_next_one_if_there_is_plenty(store: Store) -> None:
+    writer, reader, given = slab(store)
+    meta, frames = encode_batch(make_batch([3, 4]), writer.write)
+    bad = store.answer(ME, m.Put(meta, BIRTH, room=m.Lease(0)), frames)[0]
+    assert isinstance(bad, m.Failure) and "slab of 0 bytes" in bad.message and not len(store.warehouse)
+    found = store.answer(ME, m.Put(meta, BIRTH, room=m.Lease(1 << 20, [given.generation])), frames)[0]
+    assert found.slab.nbytes == given.nbytes and found.slab.generation > given.generation
+    free(store, [0, 1])
+    assert not reader.fresh(given.generation, given.offset), "the old one was closed with the put"
+    half = store.slabs.arenas[0].capacity // 2
+    meta, frames = encode_batch(make_batch([3], first=5))
+    refused = store.answer(ME, m.Put(meta, m.Birth(1, 8, 0), room=m.Lease(half)), frames)[0]
+    assert refused == m.Stored(2, 0, 0, m.Slab(0, 0, 0))
+    assert store.answer(ME, m.Lease(half), [])[0].nbytes >= half, "who needs it now gets it"
+
+
+def test_a_session_asks_for_one_slab_ahead_when_another_put_would_not_fit(store: Store) -> None:
+    session, size = Session("test"), 100_000
+    parts = parts_of(make_batch([size], (TOKEN_IDS,)))
+    assert session.ahead(parts) is None, "a client that writes no slabs"
+    session.writer, _, given = slab(store)
+    assert session.ahead(parts) is None, "there is room"
+    session.writer.write(*(values for values, _ in parts[0].pieces), torch.zeros(300_000, dtype=torch.uint8))
+    assert session.ahead(parts) == m.Lease(4 << 20, [])
+    assert session.ahead(parts) is None, "it is asked for"
+    session.stored(m.Stored(1, 0, 0))
+    assert session.ahead(parts) is None, "another put's answer"
+    session.stored(m.Stored(2, 0, 0, m.Slab(0, 0, 0)))
+    assert session.writer.generation == given.generation and session.ahead(parts) is not None, "refused: again"
+    session.stored(m.Full(1, 0))
+    assert session.ahead(parts) is not None, "nothing came of that put"
+    session.stored(m.Stored(3, 0, 0, m.Slab(99, 0, 100)))
+    assert session._done == [99] and session.writer.generation == given.generation, "there is more room here"
+    session.stored(m.Failure("DockError", "no"))
+    big = parts_of(make_batch([5_000_000], (TOKEN_IDS,)))
+    assert session.ahead(big) is None, "too much to be kept idle"
 
 
 def test_a_snapshot_restores_into_an_empty_warehouse_only(tmp_path: Path) -> None:

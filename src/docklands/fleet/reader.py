@@ -17,8 +17,9 @@ from docklands.core.fields import Field
 from docklands.core.protocols import Rows
 from docklands.dock.warehouse.calls import Borrowed
 from docklands.dock.wire.format import batch_of, decode_parts, encode_batch
-from docklands.errors import DocklandsError, RowGone, WarehouseLost
+from docklands.errors import DocklandsError
 from docklands.fleet.host import Context
+from docklands.fleet.local_backend import give_back
 from docklands.parallel.mesh import Group, Mesh
 from docklands.train.share import rows_of_replicas
 
@@ -93,11 +94,8 @@ class Reader:
     def check(self) -> None:
         """What was lent last has been there all the time. WarehouseLost if not: what was made of it is void."""
         lent, self._lent = self._lent, None
-        try:
-            if lent is not None:
-                lent.check()
-        except RowGone as error:
-            raise WarehouseLost(error.message, "the lease has ended meanwhile: its rows are given back") from None
+        if lent is not None:
+            give_back(lent)
 
     def put(self, batch: Batch | None, rows: Rows | None = None) -> None:
         """Write this replica's columns; None: it has none. What the dock raises on one rank is raised on all.

@@ -39,6 +39,8 @@ from docklands.errors import DockError, DocklandsError, RowGone, WireError
 
 SLAB = 4 << 20
 """Bytes of a slab at least: so that it is leased once for many puts."""
+AHEAD = 16 << 20
+"""Bytes at most of a slab that is leased before there is anything to be written to it."""
 
 Answer = tuple[Any, list[memoryview]]
 
@@ -79,6 +81,7 @@ class Session:
     _paths: list[str] = field(default_factory=list)
     _file: mmap.mmap | None = None
     _done: list[int] = field(default_factory=list)
+    _asked: list[int] | None = None
 
     @property
     def local(self) -> bool:
@@ -91,7 +94,7 @@ class Session:
     def greeted(self, welcome: m.Welcome, ups: int) -> None:
         """Map what the warehouse shares; if that cannot be done it is on another node, and bytes are sent."""
         old = {arena.nonce for arena in self.arenas}
-        self.welcome, self.ups = welcome, ups
+        self.welcome, self.ups, self._asked = welcome, ups, None
         if self.share and {arena.nonce for arena in welcome.arenas} != old:
             self.writer, self._file, self._done = None, None, []
             try:
@@ -121,6 +124,25 @@ class Session:
                 self.writer = SlabWriter(self._file, Extent(slab.generation, slab.offset, slab.nbytes))
             except (OSError, ValueError):  # the warehouse has just died: the put will find out
                 self.writer = None
+
+    def ahead(self, parts: Sequence[Part]) -> m.Lease | None:
+        """What goes with a put that has been written: the call for a slab, if another put like it would not fit."""
+        nbytes = room_of(parts)
+        if self.writer is None or self._asked is not None or self.writer.left >= nbytes or nbytes > AHEAD:
+            return None
+        self._asked = list(self._done)
+        return m.Lease(max(SLAB, nbytes), self._asked)
+
+    def stored(self, answer: Any) -> None:
+        """A put has been answered, perhaps with the slab that was asked for."""
+        slab = answer.slab if isinstance(answer, m.Stored) else m.Slab(0, 0, 0)
+        if slab is None:
+            return
+        told, self._asked = self._asked or [], None
+        if self.writer is not None and self.writer.left >= slab.nbytes:  # another one came meanwhile, or there is none
+            self._done += [slab.generation] if slab.nbytes else []
+        elif slab.nbytes:
+            self.leased(slab, told)
 
     def place(self, *pieces: Tensor) -> Home | None:
         """Move values into the slab, end to end, if there is room."""
@@ -230,7 +252,7 @@ def put(sessions: Mapping[int, Session], waiting: dict[int, Load], why: Why, now
         def build(session: Session) -> tuple[Any, list[Buffer]]:
             meta, buffers = encode_parts(load.row_ids, load.parts, session.place if session.local else None)
             lives = [why.lives.get(row, 0) for row in load.row_ids.tolist()] if why.lives else []
-            return m.Put(meta, why.birth, why.stage, why.lease, why.read, lives), buffers
+            return m.Put(meta, why.birth, why.stage, why.lease, why.read, lives, session.ahead(load.parts)), buffers
 
         return build
 
@@ -240,6 +262,8 @@ def put(sessions: Mapping[int, Session], waiting: dict[int, Load], why: Why, now
             yield from greeting(sessions, here)
             yield from leases(sessions, {place: waiting[place].parts for place in here})
             answers = yield [Ask(place, message(place)) for place in here]
+            for place, answer in zip(here, answers):
+                sessions[place].stored(answer[0])
             fail(answers)
             full = []
             for place, answer in zip(here, answers):
@@ -262,12 +286,16 @@ def put(sessions: Mapping[int, Session], waiting: dict[int, Load], why: Why, now
     return again(once)
 
 
+def room_of(parts: Sequence[Part]) -> int:
+    """Bytes of a slab that columns take."""
+    return sum(values.numel() + 64 for part in parts for values, _ in part.pieces)
+
+
 def leases(sessions: Mapping[int, Session], parts: Mapping[int, Sequence[Part]]) -> Steps:
     """Slabs where the next puts do not fit into those that there are."""
     wanted = []
     for place, held in parts.items():
-        nbytes = sum(values.numel() + 64 for part in held for values, _ in part.pieces)
-        call = sessions[place].lease(nbytes)
+        call = sessions[place].lease(room_of(held))
         if call is not None:
             wanted.append((place, call))
     if wanted:

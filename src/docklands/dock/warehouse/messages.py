@@ -56,6 +56,7 @@ class Put(Message, tag=3):
     lease  of the stage, which the control process is told has ended with these rows; 0: it is told so by others
     read   fetches under that lease, and their bytes, that no warehouse has seen
     lives  of the rows when they were read (lives.py); []: 0
+    room   what the sender would ask for before its next put
     """
 
     batch: BatchMeta
@@ -64,6 +65,7 @@ class Put(Message, tag=3):
     lease: Int64 = 0
     read: tuple[Count, Count] = (0, 0)
     lives: list[Int64] = []
+    room: Lease | None = None
 
 
 class Get(Message, tag=4):
@@ -152,11 +154,15 @@ class Welcome(Message, tag=32):
 
 
 class Stored(Message, tag=33):
-    """Answer to Put. seq: of the notice that tells of it; ignored: cells that were there already; *rows*: not here."""
+    """Answer to Put. seq: of the notice that tells of it; ignored: cells that were there already; *rows*: not here.
+
+    slab  answer to Put.room
+    """
 
     seq: int
     ignored: int
     gone: int
+    slab: Slab | None = None
 
 
 class Full(Message, tag=34):

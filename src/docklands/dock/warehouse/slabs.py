@@ -59,13 +59,18 @@ class Slabs:
         if start and start_ticks(pid) == start:
             self._pids[owner] = (pid, start)
 
-    def lease(self, owner: bytes, nbytes: int, done: list[int]) -> Extent | None:
-        """A slab for a producer that will not write to the slabs `done` any more. None: send the bytes instead."""
+    def lease(self, owner: bytes, nbytes: int, done: list[int], spare: bool = False) -> Extent | None:
+        """A slab for a producer that will not write to the slabs `done` any more. None: send the bytes instead.
+
+        spare  it is not needed yet: None also where others might lack it
+        """
         for generation in done:
             slab = self._slabs.get(generation)
             if slab is not None and slab.owner == owner:
                 self._close(generation)
         if not self.arenas or owner not in self._pids:
+            return None
+        if spare and self.used + nbytes > self.arenas[MEMORY].capacity // 2:
             return None
         extent = self.arenas[MEMORY].lease(nbytes)
         if extent is None and self.bury():

@@ -173,14 +173,18 @@ class Store:
     def _answer(self, client: bytes, message: Any, frames: Sequence[Buffer]) -> Reply:
         match message:
             case m.Put():
-                return self.put(client, message, frames)
+                if message.room is not None:
+                    lease_bytes(message.room.nbytes, self.limits.nbytes)
+                reply, rows = self.put(client, message, frames)
+                if message.room is not None and isinstance(reply, m.Stored):
+                    reply = msgspec.structs.replace(reply, slab=slab_of(self, client, message.room, spare=True))
+                return reply, rows
             case m.Get():
                 return self.get(message, frames)
             case m.Free():
                 return self.free(row_ids_of(frames, self.limits))
             case m.Lease():
-                extent = self.slabs.lease(client, lease_bytes(message.nbytes, self.limits.nbytes), message.done)
-                return (m.Slab(extent.generation, extent.offset, extent.nbytes) if extent else m.Slab(0, 0, 0)), []
+                return slab_of(self, client, message), []
             case m.Hello():
                 return self.hello(client, message), []
             case m.Inventory():
@@ -348,6 +352,13 @@ class Store:
             pieces = [(torch.cat(inline), None)]
         joined = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
         return Part(self.metas[name], joined if field.is_ragged else None, pieces)
+
+
+def slab_of(store: Store, client: bytes, message: m.Lease, spare: bool = False) -> m.Slab:
+    """The answer to a producer that asks for room."""
+    nbytes = lease_bytes(message.nbytes, store.limits.nbytes)
+    extent = store.slabs.lease(client, nbytes, message.done, spare)
+    return m.Slab(extent.generation, extent.offset, extent.nbytes) if extent else m.Slab(0, 0, 0)
 
 
 def row_ids_of(frames: Sequence[Buffer], limits: Limits) -> np.ndarray:
