@@ -13,7 +13,9 @@ where a take has said that they lie, and the four stages stream, each a task of 
 two acknowledgements under way. The peers' clients block, so there the same calls are made one after the other, on the
 same batches: puts of 64 rows, then metadata, a read and a write of a hand-out by ref and reward, and metadata of a
 step and reads of 32 rows by the actor. `--sequential` drives our side so too, `--copy` has its readers take copies,
-and `--eager` has takes give what is ready, up to a hand-out, instead of exactly one (dock.deterministic: false).
+and `--eager` has takes give what is ready, up to a hand-out, instead of exactly one (dock.deterministic: false). Our
+producer begins the puts of all chunks that it was handed, none of which waits for another one; `--puts 2` has two of
+them under way at a time.
 
 Each side is a process of its own, with its servers below it; sides take turns, a run of the flow each (A B C A B C).
 Wall time is the side's; CPU time is that of its whole process tree. The first run checks every byte and is left out.
@@ -65,6 +67,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--copy", action="store_true", help="our readers take copies, not views of shared memory")
     parser.add_argument("--sequential", action="store_true", help="our side makes one call after the other")
     parser.add_argument("--eager", action="store_true", help="our takes give what is ready, up to a hand-out")
+    parser.add_argument("--puts", type=int, default=0, help="puts of our producer at a time (0: all of a hand-out)")
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), help="default: all that can run")
     parser.add_argument(
         "--peer-python",
@@ -72,8 +75,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="interpreter with transferqueue and ray (default: DOCKLANDS_QUEUE_PYTHON)",
     )
     options = parser.parse_args(arguments)
-    if options.rounds < 0 or options.warehouses < 1:
-        parser.error("--rounds is not negative, --warehouses is at least 1")
+    if min(options.rounds, options.puts) < 0 or options.warehouses < 1:
+        parser.error("--rounds and --puts are not negative, --warehouses is at least 1")
     case = case_of(options, 0)
     if any(rows % case.chunk or rows <= 0 or LARGEST % rows for rows in options.hand_out):
         parser.error(f"--hand-out is a multiple of {case.chunk} (rows of a put) that divides {LARGEST}")
@@ -104,7 +107,7 @@ def measure(
     """Laps of every side, the first left out."""
     rounds = 1 + (options.rounds or (2 if options.quick else 5))
     kinds = [kind for kind in ("tcp", "copy", "sequential", "eager") if getattr(options, kind)]
-    ours = ",".join([str(options.warehouses), *kinds])
+    ours = ",".join([f"{options.warehouses}/{options.puts}", *kinds])
     commands = {"ours": [sys.executable, str(PARTS / "ours.py"), *arguments_of(case, rounds, ours)]}
     for name in peers:
         script, option = PEERS[name]

@@ -1,6 +1,6 @@
 """Our side: the product's own client, control process and warehouses with keys on the loopback.
 
-Option: COUNT of warehouses, then any of
+Option: COUNT of warehouses/puts of the producer that are under way at a time (0: those of all chunks), then any of
   tcp         without shared memory
   copy        readers take copies instead of views of shared memory
   sequential  one call after the other, as the peers are driven
@@ -81,8 +81,8 @@ class Ours:
     """The flow through a dock, in one event loop of this process."""
 
     def __init__(self, option: str) -> None:
-        count, *kinds = option.split(",")
-        self.places, self.kinds = int(count), kinds
+        counts, *self.kinds = option.split(",")
+        self.places, self.puts = map(int, counts.split("/"))
         self._loop = asyncio.new_event_loop()
         self._folder = tempfile.TemporaryDirectory(prefix="dock_flow_ours_")
         self._launcher: Launcher | None = None
@@ -203,17 +203,16 @@ class Lap:
         await self.ours.docks["prompts"].admit(batch, start // (AT_ONCE * self.case.group) % self.ours.places)
 
     async def produce(self, rows: Rows) -> None:
-        """Chunk by chunk, none of which waits for another one; then the rows are acknowledged."""
-        dock = self.ours.dock(ROLLOUT)
+        """Chunk by chunk, none of which waits for another one but by `puts`; then the rows are acknowledged."""
+        dock, parts = self.ours.dock(ROLLOUT), rows.minibatches(self.case.chunk)
+        most = 1 if "sequential" in self.ours.kinds else self.ours.puts or len(parts)
+        gate = asyncio.Semaphore(most)
 
         async def put(part: Rows) -> None:
-            await dock.put(self.made(part, TOKENS, LOGPROBS), part)
+            async with gate:
+                await dock.put(self.made(part, TOKENS, LOGPROBS), part)
 
-        if "sequential" in self.ours.kinds:
-            for part in rows.minibatches(self.case.chunk):
-                await put(part)
-        else:
-            await asyncio.gather(*(put(part) for part in rows.minibatches(self.case.chunk)))
+        await asyncio.gather(*map(put, parts))
         await dock.finish(rows, Outcome())
 
     async def answer(self, stage: Stage, name: str, rows: Rows) -> None:
