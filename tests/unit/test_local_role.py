@@ -81,6 +81,16 @@ def test_rows_that_left_meanwhile_are_given_back(function: Callable[..., Any]) -
     assert loan.checked == 1
 
 
+async def cancelled(_: Any, batch: Batch) -> Batch:
+    raise asyncio.CancelledError
+
+
+def test_a_cancelled_stage_is_cancelled_whatever_became_of_its_rows() -> None:
+    """A pump that heard of lost rows instead would give them back, and go on for ever."""
+    with pytest.raises(asyncio.CancelledError):
+        run(Loan(True), cancelled)
+
+
 def test_a_stage_that_fails_on_its_own_says_so() -> None:
     with pytest.raises(IndexError, match="no such token"):
         run(Loan(False), fail)

@@ -19,7 +19,7 @@ from docklands.dock.warehouse.arena import Extent, Mapped, SlabWriter, start_tic
 from docklands.dock.warehouse.calls import Session
 from docklands.dock.warehouse.store import Store
 from docklands.dock.wire.format import batch_of, decode_parts, encode_batch, parts_of
-from docklands.errors import CheckpointError
+from docklands.errors import CheckpointError, RowGone
 
 ME = b"client"
 NAMED = {field.name: field for field in FIELDS}
@@ -316,6 +316,12 @@ def test_a_session_asks_for_one_slab_ahead_when_another_put_would_not_fit(store:
     session.stored(m.Failure("DockError", "no"))
     big = parts_of(make_batch([5_000_000], (TOKEN_IDS,)))
     assert session.ahead(big) is None, "too much to be kept idle"
+
+
+def test_what_was_borrowed_of_an_arena_that_is_mapped_no_longer_is_gone() -> None:
+    """Its rows are served from another node by now."""
+    with pytest.raises(RowGone, match="of a warehouse that has gone"):
+        Session("test").check((0, 1, 4096))
 
 
 def test_a_snapshot_restores_into_an_empty_warehouse_only(tmp_path: Path) -> None:

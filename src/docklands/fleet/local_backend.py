@@ -139,8 +139,10 @@ class LocalRole:
         lent = await self._dock.borrow(rows, stage.reads)
         try:
             result = as_result(await self._call(stage.run, lent.batch), lent.batch, stage)
-        finally:
-            give_back(lent)  # first: what a stage has failed at may have been another's bytes
+        except Exception:  # not a cancellation: a pump that heard of lost rows instead would go on
+            give_back(lent)  # what the stage has failed at may have been another's bytes
+            raise
+        give_back(lent)
         if result.batch is not None and len(result.batch):
             whole = not result.dropped and not result.later
             await self._dock.put(result.batch, rows if whole else None)
