@@ -80,23 +80,10 @@ class Outcome:
     later: Sequence[int] = ()
 
 
-class Lent(Protocol):
-    """A batch that may lie in the dock's own memory, to which nobody writes. `check` after the last use: RowGone if its
-    rows left meanwhile, so that whatever was made of it is void.
-    """
-
-    @property
-    def batch(self) -> Batch: ...
-
-    def check(self) -> None: ...
-
-
 class DockClient(Protocol):
     """What a worker sees of the dock: bytes in and out."""
 
     async def fetch(self, rows: Rows, fields: Sequence[Field[Any]]) -> Batch: ...
-
-    async def borrow(self, rows: Rows, fields: Sequence[Field[Any]]) -> Lent: ...
 
     async def put(self, batch: Batch, rows: Rows | None = None) -> None: ...
 

@@ -31,7 +31,6 @@ from docklands.dock.rules import explain
 from docklands.dock.rules.control import ROOM, SLOT
 from docklands.dock.rules.options import DockOptions
 from docklands.dock.waits import Waiter, Waits, running_loop
-from docklands.dock.warehouse.calls import Borrowed
 from docklands.errors import DockClosed, DockError, TakeTimeout
 
 
@@ -51,13 +50,6 @@ class InProcess:
     async def save(self) -> tuple[dict[str, Any], list[Path]]:
         """Dock.state_dict; no files. Never suspends."""
         return self.state_dict(), []
-
-    async def borrow(self, rows: Rows, fields: Sequence[Field[Any]]) -> Borrowed:
-        """Dock.fetch, which does not copy. `check` finds nothing amiss."""
-        return Borrowed(await self.fetch(rows, fields), ())
-
-    async def fetch(self, rows: Rows, fields: Sequence[Field[Any]]) -> Batch:
-        raise NotImplementedError
 
     def stats(self) -> dict[str, float]:
         raise NotImplementedError

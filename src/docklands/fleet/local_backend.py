@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from docklands.core.batch import Batch
-from docklands.core.protocols import DockClient, Lent, Outcome, Rows
+from docklands.core.protocols import DockClient, Outcome, Rows
 from docklands.core.stage import Learner, Result, Stage
-from docklands.errors import DocklandsError, RowGone, WarehouseLost
+from docklands.errors import DocklandsError
 from docklands.obs.critical_path import ranges
 from docklands.obs.spans import span
 
@@ -136,13 +136,8 @@ class LocalRole:
         return pending
 
     async def _stage(self, stage: Stage, rows: Rows) -> Outcome:
-        lent = await self._dock.borrow(rows, stage.reads)
-        try:
-            result = as_result(await self._call(stage.run, lent.batch), lent.batch, stage)
-        except Exception:  # not a cancellation: a pump that heard of lost rows instead would go on
-            give_back(lent)  # what the stage has failed at may have been another's bytes
-            raise
-        give_back(lent)
+        batch = await self._dock.fetch(rows, stage.reads)
+        result = as_result(await self._call(stage.run, batch), batch, stage)
         if result.batch is not None and len(result.batch):
             whole = not result.dropped and not result.later
             await self._dock.put(result.batch, rows if whole else None)
@@ -158,14 +153,6 @@ class LocalRole:
             return await function(self.resource, batch)
         value = await self.device.call(function, self.resource, batch)
         return await value if inspect.isawaitable(value) else value
-
-
-def give_back(lent: Lent) -> None:
-    """What was lent has been there all the time. WarehouseLost if not: what was made of it is void."""
-    try:
-        lent.check()
-    except RowGone as error:
-        raise WarehouseLost(error.message, "the lease has ended meanwhile: its rows are given back") from None
 
 
 def as_result(value: Any, batch: Batch, stage: Stage) -> Result:

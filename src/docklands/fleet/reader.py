@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from docklands.core.batch import Batch
+from docklands.core.batch import Batch, Jagged
 from docklands.core.fields import Field
 from docklands.core.protocols import Rows
 from docklands.dock.warehouse.calls import Borrowed
 from docklands.dock.wire.format import batch_of, decode_parts, encode_batch
-from docklands.errors import DocklandsError
+from docklands.errors import DocklandsError, RowGone, WarehouseLost
 from docklands.fleet.host import Context
-from docklands.fleet.local_backend import give_back
 from docklands.parallel.mesh import Group, Mesh
 from docklands.train.share import rows_of_replicas
 
@@ -94,8 +94,11 @@ class Reader:
     def check(self) -> None:
         """What was lent last has been there all the time. WarehouseLost if not: what was made of it is void."""
         lent, self._lent = self._lent, None
-        if lent is not None:
-            give_back(lent)
+        try:
+            if lent is not None:
+                lent.check()
+        except RowGone as error:
+            raise WarehouseLost(error.message, "the lease has ended meanwhile: its rows are given back") from None
 
     def put(self, batch: Batch | None, rows: Rows | None = None) -> None:
         """Write this replica's columns; None: it has none. What the dock raises on one rank is raised on all.
@@ -107,12 +110,35 @@ class Reader:
     def put_alone(self, batch: Batch | None, rows: Rows | None = None) -> DocklandsError | None:
         """As `put`, where nothing follows that ranks do together: what the dock raises here, for the driver."""
         try:
+            if self._lent is not None and batch is not None:
+                batch = own(batch, self._lent.batch)
             self.check()
             if self.leads and batch is not None and len(batch):
                 self.context.dock.put(batch, rows)
         except DocklandsError as failure:
             return failure
         return None
+
+
+def own(batch: Batch, lent: Batch) -> Batch:
+    """A batch of which nothing lies in what is lent: columns that were handed on are copied, before the loan ends."""
+    held = [memory_of(lent[field]) for field in lent.fields]
+    columns = {}
+    for field in batch.fields:
+        column, (first, last) = batch[field], memory_of(batch[field])
+        if any(first < end and start < last for start, end in held):
+            column = Jagged(column.values.clone(), column.offsets) if isinstance(column, Jagged) else column.clone()
+            columns[field] = column
+    return batch.with_(columns) if columns else batch
+
+
+def memory_of(column: Any) -> tuple[int, int]:
+    """Where the bytes of a column's values begin and end; nowhere for JSON."""
+    values = column.values if isinstance(column, Jagged) else column
+    if not isinstance(values, Tensor):
+        return 0, 0
+    storage = values.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def reader_of(context: Context, mesh: Mesh) -> Reader:

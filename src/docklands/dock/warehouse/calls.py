@@ -144,6 +144,11 @@ class Session:
         elif slab.nbytes:
             self.leased(slab, told)
 
+    def unwanted(self, answer: Any) -> None:
+        """Nobody waits for this answer any more: a slab is given back."""
+        if isinstance(answer, m.Slab) and answer.nbytes:
+            self._done.append(answer.generation)
+
     def place(self, *pieces: Tensor) -> Home | None:
         """Move values into the slab, end to end, if there is room."""
         if self.writer is None or self.writer.left < sum(values.numel() for values in pieces):
@@ -265,7 +270,8 @@ def put(sessions: Mapping[int, Session], waiting: dict[int, Load], why: Why, now
             yield from leases(sessions, {place: waiting[place].parts for place in here})
             answers = yield [Ask(place, message(place)) for place in here]
             for place, answer in zip(here, answers):
-                sessions[place].stored(answer[0])
+                if isinstance(answer[0], m.Failure):
+                    sessions[place].stored(answer[0])
             fail(answers)
             full = []
             for place, answer in zip(here, answers):

@@ -83,6 +83,8 @@ class WarehouseClient(Client):
                 for number, answer in self._receive(place):
                     if number in pending:
                         answers[pending.pop(number)] = answer
+                    else:
+                        self.sessions[place].unwanted(answer[0])
             rooms = [ask for ask in rooms if self.sessions[ask.place].rooms <= ask.rooms]
             if not pending and not rooms:
                 return answers
@@ -233,6 +235,8 @@ class AsyncWarehouseClient(Client):
             exchange, index = self._pending[place].pop(number, (None, 0))
             if exchange is not None:
                 exchange.give(index, answer)
+            else:
+                self.sessions[place].unwanted(answer[0])
         self._wake_rooms(place)
 
     def _wake_rooms(self, place: int) -> None:

@@ -176,6 +176,8 @@ class Client:
                 continue
             if isinstance(message, m.Full):
                 session.full_at = session.rooms
+            if isinstance(message, m.Stored | m.Full):  # also if nobody waits for it any more: a slab may come along
+                session.stored(message)
             elif isinstance(message, m.Welcome):
                 if not self._same_line(place, session.asked):
                     continue  # of a process that has gone since
