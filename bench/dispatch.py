@@ -9,8 +9,9 @@ rows, same columns, same functions on all sides; what the updates give is compar
     buffer      a replay buffer: samples in one Ray actor, put and got by rows and columns; a driver that gets what a
                 stage reads, calls a worker (Ray actors, too), gets what it writes, and puts it back (replay.py)
     controller  the same with buffer and driver merged into one actor, which halves the ways (central.py)
+    driver      our own loop with the rows in one Ray actor and the driver between (driver.py)
 
-Every column of every row passes through the actor in both; their files say how they are kept fast.
+Every column of every row passes through the actor in all three; their files say how they are kept fast.
 
 A worker gets its half of the step at once (`step`, the default of `dock.groups_per_take`) or 64 rows at a time
 (`chunk_64`: ours takes 128 for the two). Sizes are `short` (prompts of about 128 tokens, responses of 16 to 1,024) or
@@ -41,7 +42,7 @@ from vs_trl_parts.turns import Side  # noqa: E402
 
 PARTS = Path(__file__).with_name("dispatch_parts")
 START_S, STEP_S = 300.0, 300.0
-SIDES = {"ours": "ours.py", "buffer": "replay.py", "controller": "central.py"}
+SIDES = {"ours": "ours.py", "buffer": "replay.py", "controller": "central.py", "driver": "driver.py"}
 SIZES: dict[str, dict[str, int]] = {
     "short": {},
     "long": {"prompt": 256, "shortest": 64, "longest": 2048, "typical": 340},

@@ -42,7 +42,9 @@ class Exchange:
         if len(ids) > self.options.window:
             raise DockError(f"{len(ids)} groups at once, at most {self.options.window} are in flight")
         groups = list(zip(ids, batch.row_ids.reshape(len(ids), -1)))
-        new = [(group, row_ids) for group, row_ids in groups if not control.known(row_ids, group)]
+        new = groups
+        if not unique_ids(batch.row_ids) or not control.unknown(ids, batch.row_ids):
+            new = [(group, row_ids) for group, row_ids in groups if not control.known(row_ids, group)]
         if len(new) > control.slots:
             return False
         if len(new) < len(groups):
@@ -54,8 +56,9 @@ class Exchange:
         parts = self.stores.plan(batch, places) if new else []
         if not self.stores.has_room(parts):
             return False
-        for group in planned:
-            self.stores.warehouses[group.place].add(group.row_ids)
+        for place in sorted({group.place for group in planned}):
+            rows = np.concatenate([group.row_ids for group in planned if group.place == place])
+            self.stores.warehouses[place].add(rows)
         control.admit_all(new)
         control.notice(self.stores.write(parts))
         return True
