@@ -186,10 +186,10 @@ def report(metric: str, rows: list[dict[str, Cost]], ours: str, peer: tuple[str,
         theirs = [1000 * sum(row[part][index] for part in peer) for row in rows]
         ratios = [b / a for a, b in zip(mine, theirs)]
         spread = statistics.quantiles(ratios, n=4)[::2] if len(rows) > 1 else ratios * 2
+        ours_ms, peer_ms = round(statistics.median(mine), 2), round(statistics.median(theirs), 2)
         line = {
-            "bench": "vllm_update", "metric": f"{metric}, {clock} ms",
-            "ours": round(statistics.median(mine), 2), "peer": round(statistics.median(theirs), 2),
-            "ratio": round(statistics.median(ratios), 2), "n": len(rows), "spread": [round(x, 3) for x in spread],
+            "bench": "vllm_update", "metric": f"{metric}, {clock} ms", "ours": ours_ms, "peer": peer_ms,
+            "ratio": round(peer_ms / ours_ms, 3), "n": len(rows), "spread": [round(x, 3) for x in spread],
         }  # fmt: skip
         print(json.dumps(line), flush=True)
 
