@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from docklands.core.fields import TOKEN_IDS
+from docklands.dock.launch import Launcher
 from docklands.dock.warehouse import messages as m
+from docklands.dock.warehouse.arena import SHM
 from docklands.dock.warehouse.client import AsyncWarehouseClient, WarehouseClient
 from docklands.dock.wire.net import Peer, make_keys
+from tests.dock_parts import PLAIN
+from tests.dock_parts import options as dock_options
 from tests.warehouse_parts import CLIENT, make_batch, same, warehouse
 
 KEYS = make_keys()
@@ -65,3 +72,17 @@ def test_slabs_that_nobody_waits_for_are_given_back() -> None:
 
     with warehouse(KEYS, shared_bytes=64 << 20) as process:
         asyncio.run(main(process.peer))
+
+
+def test_an_arena_goes_with_the_run_also_if_its_warehouse_was_killed_in_the_last_moment(tmp_path: Path) -> None:
+    """Nobody starts it again, and so nobody sweeps up after it, but the launcher."""
+    made = Launcher(PLAIN, dock_options(1), tmp_path / "dock")
+    try:
+        made.start()
+        pid = made.parts["warehouse 0"].child.pid
+        assert list(SHM.glob(f"docklands-*-{pid}-*"))
+        made._stopping.set()  # as the run ends
+        os.kill(pid, signal.SIGKILL)
+    finally:
+        made.stop()
+    assert not list(SHM.glob(f"docklands-*-{pid}-*"))

@@ -28,6 +28,7 @@ from docklands.dock.rules.flow import Flow
 from docklands.dock.rules.options import DockOptions
 from docklands.dock.start import Child, Program, Spawn, Where, placed, start
 from docklands.dock.supervise import START_S, STOP_S, Part, Supervisor
+from docklands.dock.warehouse.arena import sweep
 from docklands.dock.warehouse.store import WarehouseOptions
 from docklands.dock.wire.format import column_meta
 from docklands.dock.wire.net import Keys, Peer, make_keys
@@ -141,6 +142,7 @@ class Launcher(Supervisor):
                 child.wait(STOP_S)
         for watcher in self._watchers:
             watcher.join(STOP_S)
+        sweep()  # a warehouse that was killed, and not yet started again, has left its arena
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path.suffix != ".log":  # a flow that has ended needs no log and no journal
                 path.unlink(missing_ok=True)

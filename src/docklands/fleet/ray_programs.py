@@ -20,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from docklands.dock.start import Program
+from docklands.dock.warehouse.arena import sweep
 from docklands.errors import WorkerLost
 from docklands.fleet.ray_carrier import SESSION
 
@@ -48,9 +49,11 @@ class Keeper:
             self._begun.set()
 
     def wait(self) -> int | None:
-        """Its exit code, when it has ended."""
+        """Its exit code, when it has ended. An arena that it has left on this node goes."""
         self._begun.wait()
-        return None if self._program is None else self._program.wait()
+        code = None if self._program is None else self._program.wait()
+        sweep()
+        return code
 
     def end(self, by_force: bool) -> None:
         """Ask it to end, or kill it."""
