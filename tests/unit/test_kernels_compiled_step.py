@@ -12,7 +12,8 @@ from tests import rollout_cases as cases
 from docklands.config.schema import RolloutSection
 from docklands.core.protocols import Sampling
 from docklands.errors import NonFinite
-from docklands.kernels import compiled_step
+from docklands.kernels import compiled_cache, compiled_step
+from docklands.kernels.compiled_processor import matrix_registers
 from docklands.kernels.compiled_step import TiledLinear
 from docklands.rollout import NativeEngine
 from docklands.rollout.decoder import CompiledDecoder, DenseDecoder, ModelDecoder, decoder_for
@@ -60,6 +61,40 @@ def test_a_row_of_a_product_has_the_same_bits_in_any_company(dtype, two_threads)
     assert torch.equal(linear(x), whole)
     torch.set_num_threads(4)  # more threads than some have columns for
     assert torch.equal(TiledLinear(weight[:10])(x), TiledLinear(weight)(x)[:, :10])
+
+
+@pytest.mark.skipif(not matrix_registers(), reason="the processor has no matrix registers, or Linux keeps them")
+@pytest.mark.parametrize(("outputs", "inputs"), [(4, 32), (17, 64), (33, 96), (259, 544)])
+@pytest.mark.parametrize("rows", [1, 16, 17, 33, 290])
+def test_products_with_and_without_matrix_registers_agree(outputs, inputs, rows) -> None:
+    """Into columns of a wider table, beside which nothing is written; torch's own products in between, which use the
+    same registers in another shape.
+    """
+    from docklands.kernels import compiled_matrix
+    from docklands.kernels.compiled_tiles import multiply_rows
+
+    x, weight, _ = product(torch.bfloat16, outputs, inputs, rows)
+    bits, found = x.view(torch.uint16).numpy(), []
+    for multiply, ready in ((multiply_rows, bits), (compiled_matrix.multiply, compiled_matrix.turned(bits))):
+        before = torch.nn.functional.linear(x, weight)
+        table = np.full((rows + 1, outputs + 2), 7.0, np.float32)
+        multiply(ready, weight.data_ptr(), table[:rows, 1:-1], 0, outputs)
+        assert (table[rows] == 7).all() and (table[:, [0, -1]] == 7).all()
+        assert torch.equal(torch.nn.functional.linear(x, weight), before)
+        found.append(table[:rows, 1:-1])
+    want = (x.double() @ weight.double().t()).numpy()
+    for one in found:
+        assert np.abs(one - want).max() < 1e-5 * np.abs(want).max()
+
+
+def test_compiled_code_is_kept_apart_by_what_the_processor_lets_us_use(monkeypatch, tmp_path) -> None:
+    """Code with matrix registers would kill a process that may not use them."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    folders = set()
+    for granted in (False, True):
+        monkeypatch.setattr(compiled_cache, "matrix_registers", lambda granted=granted: granted)
+        folders.add(compiled_cache.folder.__wrapped__())
+    assert len(folders) == 2
 
 
 def test_a_team_that_is_busy_changes_nothing(two_threads) -> None:

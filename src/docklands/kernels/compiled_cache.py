@@ -2,7 +2,7 @@
 
 numba compares a function's own file with the one that was compiled, and not the files of what it calls. So after a
 change in one of these files, by an edit or a new version, old code of another one could run on. The folder is named
-after the contents of all of them.
+after the contents of all of them, and after what they ask of the processor that numba does not compare.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import numba
 from numba.core import config
 
 from docklands.config.paths import cache_dir
+from docklands.kernels.compiled_processor import matrix_registers
 
 
 @cache
 def folder() -> str:
     """Where compiled code is kept: below NUMBA_CACHE_DIR, or the user's cache; "": where numba finds a place."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(b"matrix registers" if matrix_registers() else b"")
     for path in sorted(Path(__file__).parent.glob("compiled_*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     base = os.environ.get("NUMBA_CACHE_DIR")

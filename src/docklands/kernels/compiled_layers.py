@@ -29,7 +29,9 @@ from docklands.kernels.compiled_tiles import (
     add_weighted,
     address,
     multiply,
+    ready,
     share,
+    some_rows,
     tiles_of,
 )
 from docklands.kernels.compiled_vectors import plus_at, soften, turn_at
@@ -117,19 +119,20 @@ def gated(both_2RC: Any, act_RF: Any, part: Any, scratch: Any) -> None:
 
 
 @njit(cache=True, nogil=True)
-def feed(x_RD: Any, weight: Any, act_RF: Any, part: Any, scratch: Any) -> None:
+def feed(x: Any, weight: Any, act_RF: Any, part: Any, scratch: Any) -> None:
     """act, columns first..last <- silu(x @ gate.T) * (x @ up.T), some at a time: gate and up stay in a core's cache.
 
-    weight: address of gate and up, end to end. scratch = (fp32 [2, R, C], (fp32 [C], int32 [C]))
+    x: `ready`. weight = (address of gate and up, end to end, bytes of a row); scratch = (fp32 [2, R, C], (fp32 [C],
+    int32 [C]))
     """
     first, end = part
     both_2RC, powers = scratch
-    width, row, most = act_RF.shape[1], x_RD.shape[1] * x_RD.itemsize, both_2RC.shape[2]
+    (gate_up, row), width, most = weight, act_RF.shape[1], both_2RC.shape[2]
     while first < end:
         left = end - first
         last = end if left <= most else first + min(most, (left - ACROSS) // ACROSS * ACROSS)  # 4 or more are left
-        multiply(x_RD, weight + first * row, both_2RC[0], 0, last - first)
-        multiply(x_RD, weight + (width + first) * row, both_2RC[1], 0, last - first)
+        multiply(x, gate_up + first * row, both_2RC[0], 0, last - first)
+        multiply(x, gate_up + (width + first) * row, both_2RC[1], 0, last - first)
         gated(both_2RC, act_RF, (first, last), powers)
         first = last
 
@@ -268,7 +271,7 @@ def decode(team: Any, model: Any, buffers: Any, pages: Any) -> None:
     for layer in range(norm_L2D.shape[0]):
         add_and_norm((x_RD, n_RD), y_RW, nothing, (norm_L2D[layer, 0], eps), (first, last, layer > 0))
         meet(state, parts)
-        multiply(n_RD, pointers_L4[layer, 0], y_RW, qkv[0], qkv[1])
+        multiply(ready(n_RD), pointers_L4[layer, 0], y_RW, qkv[0], qkv[1])
         meet(state, parts)
         for r in range(first, last):
             turn(r, layer, (shape, attention), (y_RW, q_RKMH, pool), pages, turning)
@@ -278,13 +281,13 @@ def decode(team: Any, model: Any, buffers: Any, pages: Any) -> None:
             head(task, layer, (shape, attention), (q_RKMH, o_RD, pool), pages, heads)
             task = next_task(state)
         meet(state, parts)
-        multiply(o_RD, pointers_L4[layer, 1], y_RW, o[0], o[1])
+        multiply(ready(o_RD), pointers_L4[layer, 1], y_RW, o[0], o[1])
         meet(state, parts)
         add_and_norm((x_RD, n_RD), y_RW, o_bias_LD[layer], (norm_L2D[layer, 1], eps), (first, last, True))
         meet(state, parts)
-        feed(n_RD, pointers_L4[layer, 2], act_RF, gate, feeding)
+        feed(ready(n_RD), (pointers_L4[layer, 2], inner * n_RD.itemsize), act_RF, gate, feeding)
         meet(state, parts)
-        multiply(act_RF, pointers_L4[layer, 3], y_RW, down[0], down[1])
+        multiply(ready(act_RF), pointers_L4[layer, 3], y_RW, down[0], down[1])
         meet(state, parts)
     add_and_norm((x_RD, n_RD), y_RW, nothing, (final_D, eps), (first, last, True))
 
@@ -294,15 +297,15 @@ def linear(team: Any, x_TI: Any, weight: Any, bias_O: Any, out_TO: Any) -> None:
     """team = (part, parts). out <- x @ weight.T + bias; weight: its address, bias fp32, [0]: none."""
     part, parts = team
     first, last = share(out_TO.shape[1], part, parts)
-    y = np.empty((min(BLOCK_ROWS, x_TI.shape[0]), COLUMNS + ACROSS), np.float32)
-    size = x_TI.shape[1] * x_TI.itemsize
+    rows, size, x = x_TI.shape[0], x_TI.shape[1] * x_TI.itemsize, ready(x_TI)
+    y = np.empty((min(BLOCK_ROWS, rows), COLUMNS + ACROSS), np.float32)
     while first < last:
         end = first + COLUMNS if first + COLUMNS + ACROSS <= last else last
         n = end - first
-        for row in range(0, x_TI.shape[0], BLOCK_ROWS):
-            some = x_TI[row : row + BLOCK_ROWS]
-            multiply(some, weight + first * size, y, 0, n)
-            for r in range(some.shape[0]):
+        for row in range(0, rows, BLOCK_ROWS):
+            count = min(BLOCK_ROWS, rows - row)
+            multiply(some_rows(x, row, row + count), weight + first * size, y[:count], 0, n)
+            for r in range(count):
                 if bias_O.size:
                     for i in range(n):
                         y[r, i] += bias_O[first + i]

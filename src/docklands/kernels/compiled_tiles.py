@@ -5,7 +5,8 @@ Every number of the result is one sum in one order, whatever the rows and column
 bits in any company, and neither padding nor a copy of the weight is needed. While one block is multiplied, the memory
 two blocks ahead is asked for in the order of its addresses, which the processor's own prefetcher then runs before.
 
-For processors with AVX-512: fp32, and bfloat16 where `vdpbf16ps` exists. See `supported`.
+For processors with AVX-512: fp32, and bfloat16 where `vdpbf16ps` exists. See `supported`. Where bfloat16 has matrix
+registers, whole products go through those (compiled_matrix).
 
 Legend: R rows, I inputs, O outputs, all addresses and strides in bytes.
 """
@@ -23,7 +24,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from docklands.kernels import compiled_matrix
 from docklands.kernels.compiled_cache import njit
+from docklands.kernels.compiled_processor import has, matrix_registers
 
 LANES = 16
 """fp32 numbers of a vector register."""
@@ -48,15 +51,11 @@ _PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 @cache
 def supported(half: bool) -> bool:
-    """Whether this machine runs the products of fp32, or (half) of bfloat16.
-
-    Not where bfloat16 has matrix registers (AMX): torch's products use those.
-    """
-    found = llvm.get_host_cpu_features()
+    """Whether this machine runs the products of fp32, or (half) of bfloat16."""
     if not half:
-        return bool(found.get("avx512f"))
+        return has("avx512f")
     typed = llvm.llvm_version_info[0] >= 16  # from then on the instruction's intrinsic takes bfloat
-    return typed and bool(found.get("avx512bf16")) and not found.get("amx-bf16")
+    return typed and has("avx512bf16")
 
 
 def fits(inputs: int, outputs: int, half: bool) -> bool:
@@ -290,11 +289,8 @@ def address(array: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
-def multiply(x_RI: Any, weight: Any, out_RO: Any, first: Any, last: Any) -> None:
-    """out fp32 [R, O], columns first..last (a multiple of 4 before the end, 4 or more) <- x @ weight.T.
-
-    weight: address of [O, I] in x's dtype (bfloat16 as uint16). x is contiguous; of out, each row is.
-    """
+def multiply_rows(x_RI: Any, weight: Any, out_RO: Any, first: Any, last: Any) -> None:
+    """See `multiply`."""
     rows, size = x_RI.shape[0], x_RI.shape[1] * x_RI.itemsize
     x, out, stride = address(x_RI), address(out_RO), out_RO.strides[0]
     for start in range(0, rows, BLOCK_ROWS):
@@ -311,6 +307,55 @@ def multiply(x_RI: Any, weight: Any, out_RO: Any, first: Any, last: Any) -> None
                 tiles_of(x_RI, m, (x + row * size, weight + at * size, size, place, stride, ahead))
                 row += m
             column += ACROSS
+
+
+MATRIX = matrix_registers()
+
+
+def ready(x_RI: Any) -> Any:
+    """x, contiguous (bfloat16 as uint16), as `multiply` takes it here."""
+
+
+@overload(ready)
+def _ready(x_RI: Any) -> Any:
+    def itself(x_RI: Any) -> Any:
+        return x_RI
+
+    def on_its_side(x_RI: Any) -> Any:
+        return compiled_matrix.turned(x_RI)
+
+    return on_its_side if MATRIX and x_RI.dtype == types.uint16 else itself
+
+
+def some_rows(x: Any, first: Any, last: Any) -> Any:
+    """Of what `ready` gave; `first` is a multiple of BLOCK_ROWS."""
+
+
+@overload(some_rows)
+def _some_rows(x: Any, first: Any, last: Any) -> Any:
+    tall = compiled_matrix.TALL if x.ndim == 3 else 1
+
+    def some(x: Any, first: Any, last: Any) -> Any:
+        return x[first // tall : (last + tall - 1) // tall]
+
+    return some
+
+
+def multiply(x: Any, weight: Any, out_RO: Any, first: Any, last: Any) -> None:
+    """out fp32 [R, O], columns first..last (a multiple of 4 before the end, 4 or more) <- x @ weight.T.
+
+    x: as `ready` gives it. weight: address of [O, I] in x's dtype. Of out, each row is contiguous.
+    """
+
+
+@overload(multiply)
+def _multiply(x: Any, weight: Any, out_RO: Any, first: Any, last: Any) -> Any:
+    product = multiply_rows if x.ndim == 2 else compiled_matrix.multiply
+
+    def run(x: Any, weight: Any, out_RO: Any, first: Any, last: Any) -> None:
+        product(x, weight, out_RO, first, last)
+
+    return run
 
 
 @njit(cache=True)
