@@ -10,9 +10,10 @@ places, both the last of their words, but for 2^-14.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,7 @@ class Gate:
             for index, name in enumerate(names):
                 held = self.script.source.get(name)
                 for block in held.blocks if held else ():
-                    if self._speaks_for(name, block.box):
+                    if (name, block.box) in self._spoken_for:
                         values = source[held.name][block.slices(block.box)]  # type: ignore[union-attr]
                         values = self._as_held(name, block.box, values)
                         sums[index] += checksum(values, block.box, self.plan.table.by_name(name).shape)
@@ -108,9 +109,18 @@ class Gate:
             total = np.stack(gathered).sum(0, dtype=np.uint64).tolist()
         return dict(zip(names, total))
 
-    def _speaks_for(self, name: str, box: Box) -> bool:
-        """Whether this trainer is the first of those that hold the box."""
-        return self._holders(name, 0)[box][0][0] == self.script.device
+    @cached_property
+    def _spoken_for(self) -> set[tuple[str, Box]]:
+        """Boxes whose checksum is this trainer's to say: each goes to the holder that has the fewest elements so far."""
+        said: Counter[int] = Counter()
+        mine = set()
+        for spec in self.plan.table.stored():
+            for box, holders in self._holders(spec.name, 0).items():
+                device = min((device for device, _ in holders), key=lambda device: said[device])
+                said[device] += math.prod(high - low for low, high in box)
+                if device == self.script.device:
+                    mine.add((spec.name, box))
+        return mine
 
     def _holders(self, name: str, side: int) -> dict[Box, list[tuple[int, int]]]:
         """Box -> (device, which of its blocks), of the trainers (side 0) or the generators (1)."""
