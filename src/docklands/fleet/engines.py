@@ -39,7 +39,7 @@ SAVING = "checkpoint"
 @dataclass(frozen=True)
 class EngineSpec:
     """What an engine is made of. `seed` None: weights from `path`; else random ones. `optim` None: frozen. `adapters`:
-    which ones, and the seed of their first values; None: none.
+    which ones, and the seed of their first values; None: none. `swapped`: state leaves the device between updates.
     """
 
     path: Path
@@ -49,6 +49,7 @@ class EngineSpec:
     seed: int | None = None
     settings: tuple[tuple[str, Any], ...] = ()
     adapters: tuple[LoraSection, int] | None = None
+    swapped: bool = False
 
 
 class EngineShard:
@@ -79,6 +80,8 @@ class EngineShard:
         else:
             model.init_weights(spec.seed)
         self.engine = ShardedEngine(model, spec.section, spec.optim, **dict(spec.settings))
+        if not spec.swapped:
+            self.engine.hold_once()
         self.policy: Any = self.engine
         self.reader = reader_of(context, mesh)
 

@@ -135,7 +135,8 @@ def train_engine(parts: Parts, role: str, path: str, optim: OptimSection | None,
         return TrainEngine(load_model(parts, where, kind, drawn), config.train, optim, **settings)
     seed = config.run.seed if drawn else None
     adapters = (config.lora, config.run.seed) if kind == "adapted" else None
-    spec = EngineSpec(where.resolve(), config.train, optim, value, seed, tuple(settings.items()), adapters)
+    swapped = config.sync.swap != "none"
+    spec = EngineSpec(where.resolve(), config.train, optim, value, seed, tuple(settings.items()), adapters, swapped)
     return RemoteEngine(parts.workers, role, spec)
 
 

@@ -112,6 +112,11 @@ class Moments:
             self._call_up(name)
         return {name: self._arrived(name) for name in self.masters}
 
+    def take(self, name: str, pair: Pair) -> None:
+        """Hold a parameter's in these tensors from now on. For moments that are always here."""
+        assert self.lower is None, "moments that rest elsewhere are this process's own"
+        self._here[name] = pair
+
     def rest(self) -> None:
         """Send down what is still here, and wait until all is down."""
         for name in list(self._here):

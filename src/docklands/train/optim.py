@@ -10,7 +10,7 @@ through memory once. An fp32 parameter is its own master.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ Rates = tuple[float, float]
 """Learning rate, weight decay."""
 
 PIECE = 1_048_576  # elements: 4 MiB in fp32
+
+Terms = Sequence[Tensor]
+"""Flat tensors that add up to a gradient, in fp32 and in this order."""
 
 
 def learning_rate(section: OptimSection, updates_done: int, total_updates: int) -> float:
@@ -49,25 +52,40 @@ def global_norm(gradients: Iterable[Tensor]) -> float:
     Piece by piece: a long fp32 sum of squares is off by 1e-3 at 30 M elements, pieces summed in double are not; and a
     16-bit gradient is widened where the cache holds it.
     """
-    squares = [square for gradient in gradients for square in squares_of(gradient)]
+    squares = [square for gradient in gradients for square in squares_of([gradient.reshape(-1)])]
     numbers = torch.stack(squares).tolist() if squares else []
     return math.sqrt(math.fsum(numbers)) if all(map(math.isfinite, numbers)) else math.nan
 
 
-def squares_of(gradient: Tensor) -> list[Tensor]:
-    """Sum of squares of each piece of a gradient, fp32 scalars."""
-    flat = gradient.reshape(-1)
-    wide = None if flat.dtype == torch.float32 else scratch(flat)
-    squares = []
-    for piece in pieces(len(flat)):
-        part = flat[piece] if wide is None else wide[: piece.stop - piece.start].copy_(flat[piece])
+def squares_of(terms: Terms, share: slice = slice(None)) -> list[Tensor]:
+    """Sum of squares of each piece of a gradient, or of a share of it; fp32 scalars."""
+    wide, squares = scratches(terms), []
+    for piece in pieces(*share.indices(len(terms[0]))[:2]):
+        part = summed(terms, piece, wide)
         squares.append(torch.dot(part, part))
     return squares
 
 
-def scratch(like: Tensor) -> Tensor:
-    """An fp32 buffer for one piece of a flat tensor."""
-    return torch.empty(min(PIECE, len(like)), dtype=torch.float32, device=like.device)
+def summed(terms: Terms, piece: slice, wide: Sequence[Tensor]) -> Tensor:
+    """fp32 sum of a piece of each term, in their order; `wide`: `scratches` of them. Of one fp32 term, the piece itself.
+
+    Widened first, where the cache holds it: an operation on two dtypes takes longer.
+    """
+    if not wide:
+        return terms[0][piece]
+    size = piece.stop - piece.start
+    total = wide[0][:size].copy_(terms[0][piece])
+    for term in terms[1:]:
+        total.add_(wide[1][:size].copy_(term[piece]))
+    return total
+
+
+def scratches(terms: Terms) -> list[Tensor]:
+    """fp32 buffers for `summed`, each of one piece."""
+    if len(terms) == 1 and terms[0].dtype == torch.float32:
+        return []
+    size = min(PIECE, len(terms[0]))
+    return [torch.empty(size, dtype=torch.float32, device=terms[0].device) for _ in terms[:2]]
 
 
 class Optimizer:
@@ -122,6 +140,14 @@ class Optimizer:
         own = {name: self.local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
         return {**own, **self._sums}
 
+    def terms(self) -> dict[str, Terms]:
+        """The same, flat and as they were made."""
+        return {name: [gradient.reshape(-1)] for name, gradient in self.gradients().items()}
+
+    def share(self, name: str) -> slice:
+        """What this process updates of a parameter, flat: here, all of it."""
+        return slice(0, self.masters[name].numel())
+
     def clear(self) -> None:
         """Forget all gradients."""
         self._sums.clear()
@@ -150,23 +176,23 @@ class Optimizer:
         """Clip, update, forget the gradients. -> (gradient norm before clipping, learning rate). Raises NonFinite."""
         norm, lr, clip = self.norm(), self.lr, self.section.grad_clip
         factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
-        gradients = self.gradients()
+        gradients = self.terms()
         for name, pair in self.resting.each(gradients):
-            self._update(name, gradients[name].reshape(-1), pair, (factor, lr))
+            self._update(name, gradients[name], pair, (factor, lr))
         self.resting.rest()
         self.clear()
         self.updates += 1
         return norm, lr
 
-    def _update(self, name: str, gradient: Tensor, moments: Pair, rates: tuple[float, float]) -> None:
-        """One parameter, given its flat gradient, its moments, the clip factor and the learning rate."""
+    def _update(self, name: str, gradient: Terms, moments: Pair, rates: tuple[float, float]) -> None:
+        """One parameter, given its gradient, its moments, the clip factor and the learning rate."""
         factor, lr = rates
         master, copy = self.masters[name].view(-1), self.local(self.parameters[name].data).view(-1)
         first, second = (moment.view(-1) for moment in moments)
         decay = self.section.weight_decay if self.masters[name].dim() >= 2 else 0.0
-        wide = None if gradient.dtype == torch.float32 else scratch(gradient)
-        for piece in pieces(len(master)):
-            grad = gradient[piece] if wide is None else wide[: piece.stop - piece.start].copy_(gradient[piece])
+        wide, share = scratches(gradient), self.share(name)
+        for piece in pieces(share.start, share.stop):
+            grad = summed(gradient, piece, wide)
             if factor < 1.0:
                 grad.mul_(factor)  # in place: the gradient is forgotten after the step
             self._adamw([master[piece]], [grad], [first[piece]], [second[piece]], (lr, decay))
@@ -252,9 +278,9 @@ class Optimizer:
                 parameter.data.copy_(self.masters[name])
 
 
-def pieces(elements: int) -> Iterator[slice]:
+def pieces(start: int, stop: int) -> Iterator[slice]:
     """Slices of at most PIECE elements."""
-    return (slice(i, min(i + PIECE, elements)) for i in range(0, elements, PIECE))
+    return (slice(i, min(i + PIECE, stop)) for i in range(start, stop, PIECE))
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ in 16 bits travel so, between few ranks, and each of them sums in fp32):
                 of an adapter, the half that its base is not split along)
     kv          key and value heads that several tensor-parallel ranks hold
     ends        a tied embedding on the first and the last pipeline stage
+Replicas on one machine may hold state once, and then divide sum and update among them: see common_state.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from docklands.models.sharded import ShardedModel
 from docklands.parallel import fsdp
 from docklands.parallel.collectives import all_reduce
 from docklands.parallel.mesh import Group
-from docklands.train.optim import Optimizer, pieces, scratch, squares_of
+from docklands.train.common_state import CommonState, total
+from docklands.train.optim import Optimizer, Terms, squares_of
 
 BUCKET = 16_777_216  # elements: 64 MiB in fp32
 GATHERED = 3
@@ -45,6 +47,33 @@ class ShardedOptimizer(Optimizer):
         self.made = self._reduced = False
         self._shared = {name: list(self._shared_rows(name)) for name in self.trained}
         self._holders = {name: self._count_holders(name) for name in self.trained}
+        self._common: dict[str, CommonState] = {}
+        self._terms: dict[str, Terms] = {}
+
+    def hold_once(self) -> None:
+        """Let the replicas of each parameter hold its state once, where they are on one CPU machine. Every rank calls,
+        before anything else knows the tensors.
+        """
+        if self.model.device.type != "cpu" or self.resting.lower is not None:
+            return
+        for group, names in self._replicas():
+            mine = [name for name in names if fsdp.window(self.parameters[name].data) is None]
+            state = CommonState.of(self, mine, group) if group is not None else None
+            if state is not None:
+                self._common |= dict.fromkeys(mine, state)
+
+    def _replicas(self) -> list[tuple[Group | None, list[str]]]:
+        """Which ranks hold the same of a parameter and have seen other tokens, and the parameters."""
+        experts = {name for name in self.trained if self.model.slots[name].is_expert}
+        rest = [name for name in self.trained if name not in experts]
+        return [
+            (self.mesh.expert_replicate, [name for name in self.trained if name in experts]),
+            (self.mesh.replicate, rest),
+        ]
+
+    def share(self, name: str) -> slice:
+        state = self._common.get(name)
+        return super().share(name) if state is None else state.share(name)
 
     def local(self, tensor: Tensor) -> Tensor:
         return fsdp.local(tensor)
@@ -57,6 +86,7 @@ class ShardedOptimizer(Optimizer):
 
     def clear(self) -> None:
         super().clear()
+        self._terms.clear()
         self.made = self._reduced = False
 
     # --- which ranks ------------------------------------------------------------------------------------------
@@ -93,13 +123,17 @@ class ShardedOptimizer(Optimizer):
         self._reduced = True
         have, grads = self.gradients(), dict[str, Tensor]()
         mesh, slots = self.mesh, self.model.slots
-        for group, experts in ((mesh.expert_replicate, True), (mesh.replicate, False)):
-            mine = [name for name in self.trained if slots[name].is_expert is experts]
+        for group, names in self._replicas():
+            for state in dict.fromkeys(self._common[name] for name in names if name in self._common):
+                self._terms |= state.terms(have)
+            mine = [name for name in names if name not in self._terms]
             grads |= self._exchange(self._short(mine, have, group), have, group)
             rest = [name for name in mine if name not in grads]
             grads |= {n: have[n].float() if n in have else torch.zeros_like(self.masters[n]) for n in rest}
             self._sum([grads[name] for name in rest], group)
-        grads = {name: grads[name] for name in self.trained}  # on every rank in one order
+        for name in [name for name in self._terms if self._goes_on(name)]:
+            grads[name] = total(self._terms.pop(name), self.masters[name].shape)
+        grads = {name: grads[name] for name in self.trained if name in grads}  # on every rank in one order
         self._sum([g for n, g in grads.items() if slots[n].partial and not slots[n].is_expert], mesh.tp)
         self._sum([g for n, g in grads.items() if slots[n].partial and slots[n].is_expert], mesh.etp)
         self._sum([grads[n][a:b] for n, rows in self._shared.items() for a, b, _ in rows], self.model.kv)
@@ -108,6 +142,18 @@ class ShardedOptimizer(Optimizer):
         for parameter in self.parameters.values():
             parameter.grad = None
         self._sums = grads
+
+    def _goes_on(self, name: str) -> bool:
+        """Whether a gradient is to be summed over other ranks than replicas, too."""
+        return self.model.slots[name].partial or bool(self._shared[name]) or self._at_both_ends(name)
+
+    def gradients(self) -> dict[str, Tensor]:
+        summed = {name: total(terms, self.masters[name].shape) for name, terms in self._terms.items()}
+        return {**super().gradients(), **summed}
+
+    def terms(self) -> dict[str, Terms]:
+        whole = {name: [gradient.reshape(-1)] for name, gradient in super().gradients().items()}
+        return {**whole, **self._terms}
 
     def _short(self, names: Sequence[str], have: Mapping[str, Tensor], group: Group | None) -> list[str]:
         """Of these gradients, those that go to the other ranks of the group as the backward pass made them, in 16 bits:
@@ -138,16 +184,10 @@ class ShardedOptimizer(Optimizer):
             ]
             for line in dist.batch_isend_irecv(lines):
                 line.wait()
-            wide, at = scratch(flat), 0
+            at = 0
             for name in bucket:
-                sums[name] = torch.empty(have[name].shape, device=flat.device)
-                total = sums[name].view(-1)
-                mine = [values[at : at + len(total)] for values in every]
-                for piece in pieces(len(total)):  # where the cache holds it; in one go it takes longer
-                    total[piece].copy_(mine[0][piece])
-                    for values in mine[1:]:
-                        total[piece].add_(wide[: piece.stop - piece.start].copy_(values[piece]))
-                at += len(total)
+                sums[name] = total([x[at : at + have[name].numel()] for x in every], have[name].shape)
+                at += have[name].numel()
         return sums
 
     @staticmethod
@@ -164,18 +204,19 @@ class ShardedOptimizer(Optimizer):
 
     def norm(self) -> float:
         """Global gradient norm, the same on every rank. NonFinite on every rank when one gradient is not finite."""
-        total = torch.zeros((), dtype=torch.float64)
-        gradients = self.gradients()
-        for name, gradient in gradients.items():
+        squares = torch.zeros((), dtype=torch.float64)
+        for name, gradient in super().gradients().items():
             once = 1.0 / self._holders[name]
-            total += once * square(gradient)
+            squares += once * square([gradient.reshape(-1)])
             for first, last, copies in self._shared[name]:
-                total += (once / copies - once) * square(gradient[first:last])
+                squares += (once / copies - once) * square([gradient[first:last].reshape(-1)])
+        for name, terms in self._terms.items():
+            squares += self._common[name].group.size / self._holders[name] * square(terms, self.share(name))
         if self.mesh.world is not None:
-            total = all_reduce(total.to(self.model.device), self.mesh.world)
-        if math.isfinite(float(total)):
-            return math.sqrt(max(0.0, float(total)))
-        for name, gradient in gradients.items():
+            squares = all_reduce(squares.to(self.model.device), self.mesh.world)
+        if math.isfinite(float(squares)):
+            return math.sqrt(max(0.0, float(squares)))
+        for name, gradient in self.gradients().items():
             bad = int((~torch.isfinite(gradient)).sum())
             if bad:
                 raise NonFinite(
@@ -188,12 +229,15 @@ class ShardedOptimizer(Optimizer):
     def step(self) -> tuple[float, float]:
         """Sum the gradients, then clip, update, forget them."""
         self.reduce()
-        return super().step()
+        done = super().step()
+        for state in dict.fromkeys(self._common.values()):
+            state.memory.meet()
+        return done
 
 
-def square(gradient: Tensor) -> Tensor:
-    """Sum of squares, fp64 on the CPU."""
-    found = squares_of(gradient)
+def square(terms: Terms, share: slice = slice(None)) -> Tensor:
+    """Sum of squares of a share of a gradient, fp64 on the CPU."""
+    found = squares_of(terms, share)
     return torch.stack(found).double().sum().cpu() if found else torch.zeros((), dtype=torch.float64)
 
 
