@@ -29,7 +29,7 @@ def engine_of(path: Path, layout: Layout, held: bool, optim: OptimSection = OPTI
     model = load_sharded(path / "policy", Mesh(layout, timeout_s=60), dtype=getattr(torch, section.dtype))
     engine = ShardedEngine(model, section, optim, max_tokens=8, total_updates=10)
     if held:
-        engine.hold_once()
+        engine.optimizer.hold_once()  # type: ignore[union-attr]
     return engine
 
 

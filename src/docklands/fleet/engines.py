@@ -80,8 +80,8 @@ class EngineShard:
         else:
             model.init_weights(spec.seed)
         self.engine = ShardedEngine(model, spec.section, spec.optim, **dict(spec.settings))
-        if not spec.swapped:
-            self.engine.hold_once()
+        if self.engine.optimizer is not None and not spec.swapped:
+            self.engine.optimizer.hold_once()
         self.policy: Any = self.engine
         self.reader = reader_of(context, mesh)
 

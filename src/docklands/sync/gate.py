@@ -111,7 +111,7 @@ class Gate:
 
     @cached_property
     def _spoken_for(self) -> set[tuple[str, Box]]:
-        """Boxes whose checksum is this trainer's to say: each goes to the holder that has the fewest elements so far."""
+        """Boxes whose checksum is this trainer's to say: each goes to the holder with the fewest elements so far."""
         said: Counter[int] = Counter()
         mine = set()
         for spec in self.plan.table.stored():

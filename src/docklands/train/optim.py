@@ -67,7 +67,7 @@ def squares_of(terms: Terms, share: slice = slice(None)) -> list[Tensor]:
 
 
 def summed(terms: Terms, piece: slice, wide: Sequence[Tensor]) -> Tensor:
-    """fp32 sum of a piece of each term, in their order; `wide`: `scratches` of them. Of one fp32 term, the piece itself.
+    """fp32 sum of a piece of each term, in order; `wide`: `scratches` of them. Of one fp32 term, the piece itself.
 
     Widened first, where the cache holds it: an operation on two dtypes takes longer.
     """
@@ -113,6 +113,9 @@ class Optimizer:
         for name, parameter in self.parameters.items():
             if self.masters[name].dim() >= 2 and parameter.dtype != dtype:
                 parameter.data = self.masters[name].to(dtype)
+
+    def hold_once(self) -> None:
+        """Let processes that hold the same state on one machine hold it once: here, there are no others."""
 
     @property
     def moments(self) -> dict[str, Pair]:

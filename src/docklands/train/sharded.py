@@ -119,11 +119,6 @@ class ShardedEngine(TrainEngine):
             self.optimizer = ShardedOptimizer(model, optim, total_updates)
             self.optimizer.compute_in(dtype)
 
-    def hold_once(self) -> None:
-        """Let replicas on one machine hold trained state once; see ShardedOptimizer. Not with state that is swapped."""
-        if self.optimizer is not None:
-            self._trainable().hold_once()
-
     @property
     def device(self) -> torch.device:
         return self.sharded.device

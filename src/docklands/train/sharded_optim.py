@@ -52,7 +52,7 @@ class ShardedOptimizer(Optimizer):
 
     def hold_once(self) -> None:
         """Let the replicas of each parameter hold its state once, where they are on one CPU machine. Every rank calls,
-        before anything else knows the tensors.
+        before anything else knows the tensors. Not for state that leaves the device between updates.
         """
         if self.model.device.type != "cpu" or self.resting.lower is not None:
             return
