@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -88,6 +91,34 @@ def test_products_with_and_without_matrix_registers_agree(outputs, inputs, rows)
     want = (x.double() @ weight.double().t()).numpy()
     for one in found:
         assert np.abs(one - want).max() < 1e-5 * np.abs(want).max()
+
+
+CROWDED = """
+import threading, torch
+from docklands.kernels.compiled_step import TiledLinear
+torch.manual_seed(0)
+torch.set_num_threads(1)
+linear, x = TiledLinear(torch.randn(96, 64).bfloat16()), torch.randn(40, 64).bfloat16()
+want, wrong, parts = linear(x), [], threading.Barrier(4)
+def some():
+    parts.wait()
+    for i in range(3000):
+        wrong.append(not torch.equal(linear(x), want))
+        bytearray(500 * (i % 20))
+threads = [threading.Thread(target=some) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(len(wrong), sum(wrong))
+"""
+
+
+def test_threads_that_share_a_heap_do_not_share_scratch() -> None:
+    """Scratch that was freed too early was another thread's: 3,000 products in each of 4 threads, in one malloc arena."""
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", CROWDED], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["12000", "0"]), done.stderr
 
 
 def test_compiled_code_is_kept_apart_by_what_the_processor_lets_us_use(monkeypatch, tmp_path) -> None:

@@ -138,6 +138,18 @@ def turned(x_RI: Any) -> Any:
     return out_GQ
 
 
+@njit
+def keep(shapes: Any) -> None:
+    """This thread's shape of the registers -> shapes uint8 [64]."""
+    _keep((np.int64(shapes.ctypes.data),))
+
+
+@njit
+def shape(shapes: Any) -> None:
+    """The other way."""
+    _shape((np.int64(shapes.ctypes.data),))
+
+
 @njit(cache=True, nogil=True)
 def multiply(x_GQ: Any, weight: Any, out_RO: Any, first: Any, last: Any) -> None:
     """out fp32 [R, O], columns first..last <- x @ weight.T, of x as `turned` gives it; of out, each row is contiguous.
@@ -146,25 +158,36 @@ def multiply(x_GQ: Any, weight: Any, out_RO: Any, first: Any, last: Any) -> None
     """
     if last <= first:
         return
-    rows, size, tall = out_RO.shape[0], np.int64(x_GQ.shape[1] * 4), min(TALL, last - first)
-    before, shape = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
-    sums, flat = np.zeros((4, TALL, TALL), np.float32), np.empty((TALL, TALL), np.float32)
-    shape[0] = 1
+    tall = min(TALL, last - first)
+    before, ours = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
+    ours[0] = 1
     for register in range(8):
-        shape[16 + 2 * register] = 64
-        shape[48 + register] = tall if register < 6 else TALL
-    _keep((np.int64(before.ctypes.data),))
-    _shape((np.int64(shape.ctypes.data),))
-    x, out = np.int64(x_GQ.ctypes.data), np.int64(sums.ctypes.data)
-    group_size, flat_at = 16 * size, np.int64(flat.ctypes.data)
+        ours[16 + 2 * register] = 64
+        ours[48 + register] = tall if register < 6 else TALL
+    keep(before)
+    shape(ours)
+    scratch = np.empty((4, TALL, TALL), np.float32), np.empty((TALL, TALL), np.float32)
+    _strips(x_GQ, weight, out_RO, (first, last, tall), scratch)
+    shape(before)
+
+
+@njit(cache=True, nogil=True)
+def _strips(x_GQ: Any, weight: Any, out_RO: Any, columns: Any, scratch: Any) -> None:
+    """See `multiply`; columns = (first, last, how many in a register). Scratch comes from the caller, which holds it: of
+    an array of its own, a function lets go after the last use of its name, whatever still knows its address.
+    """
+    first, last, tall = columns
+    sums, flat = scratch
+    rows, size = out_RO.shape[0], np.int64(x_GQ.shape[1] * 4)
+    x, out, flat_at = np.int64(x_GQ.ctypes.data), np.int64(sums.ctypes.data), np.int64(flat.ctypes.data)
     for start in range(0, x_GQ.shape[0], GROUPS):
         end = min(start + GROUPS, x_GQ.shape[0])
         for column in range(first, last, 2 * TALL):
-            columns = min(column, last - tall), min(column + TALL, last - tall)  # the last may be computed twice
-            a, b = np.int64(weight + columns[0] * size), np.int64(weight + columns[1] * size)
+            places = min(column, last - tall), min(column + TALL, last - tall)  # the last may be computed twice
+            a, b = np.int64(weight + places[0] * size), np.int64(weight + places[1] * size)
             for group in range(start, end, 2):
-                at = x + group * group_size
-                numbers = (a, b, size, at, at + group_size, 2 * TALL * size, out)
+                at = x + group * TALL * size
+                numbers = (a, b, size, at, at + TALL * size, 2 * TALL * size, out)
                 if group + 1 < end:
                     if group == start:
                         _two_asking(numbers)
@@ -175,9 +198,8 @@ def multiply(x_GQ: Any, weight: Any, out_RO: Any, first: Any, last: Any) -> None
                 else:
                     _one(numbers)
                 for i in range(min(4, 2 * (end - group))):
-                    row, to = (group + i // 2) * TALL, columns[i % 2]
+                    row, to = (group + i // 2) * TALL, places[i % 2]
                     _turn((out + i * REGISTER, np.int64(64), np.int64(TALL - 1), flat_at, np.int64(64)))
                     for r in range(min(TALL, rows - row)):
                         for o in range(tall):
                             out_RO[row + r, to + o] = flat[r, o]
-    _shape((np.int64(before.ctypes.data),))
