@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from docklands.errors import ConfigError, WorkerLost
 from docklands.fleet.host import Setup
-from docklands.fleet.ray_carrier import SESSION, RayCarrier, join, taking
+from docklands.fleet.ray_carrier import SESSION, RayCarrier, found, join, taking
 from docklands.fleet.workers import Workers
 from docklands.parallel import Layout
 from tests.distributed.test_fleet_workers import Sleeper, pids, same_as_alone, until_gone
@@ -87,6 +88,14 @@ def test_urgent_calls_reach_a_busy_actor(cluster: None, tmp_path: Path) -> None:
         assert workers.call("sleeper", "wait") == [True]
     finally:
         workers.close()
+
+
+def test_a_group_that_went_with_its_ray_is_a_loss(cluster: None) -> None:
+    group = placement_group([{"CPU": 1}])
+    assert found(group.wait)
+    remove_placement_group(group)
+    with pytest.raises(WorkerLost, match="Ray was lost while workers started: .* does not exist"):
+        found(group.wait)
 
 
 def test_what_does_not_fit_is_refused(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

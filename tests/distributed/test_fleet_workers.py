@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +37,7 @@ from tests.fleet_cases import ACTOR, STAGES, VALUE, Flow, flow, learner, numbere
 from tests.train_cases import ACTOR_WITH_ENTROPY, policy_loss
 
 LAYOUT = Layout(dp=2, tp=2)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +238,27 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+LEFT = """
+from pathlib import Path
+from docklands.fleet.host import Setup
+from docklands.fleet.local_carrier import LocalCarrier
+from docklands.fleet.workers import Workers
+from docklands.parallel import Layout
+from tests.distributed.test_fleet_workers import Sleeper, pids
+workers = Workers(Setup(Layout(dp=2), wait_s=30), LocalCarrier())
+workers.make("sleeper", Sleeper)
+print(*pids(workers))
+"""
+
+
+def test_a_driver_that_ends_without_closing_its_workers_takes_them_along() -> None:
+    """As after a second Ctrl-C, which breaks off the closing. Workers ignore the SIGTERM that multiprocessing sends."""
+    done = subprocess.run([sys.executable, "-c", LEFT], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    left = [int(pid) for pid in done.stdout.split()]
+    assert len(left) == 2 and until_gone(left)
 
 
 def test_worlds_work_and_die_beside_each_other(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,25 @@ def test_nothing_is_left_after_ctrl_c_or_kill_9_of_a_driver_that_started_ray(tmp
     finally:
         fleet.kill()
     assert not left
+
+
+JOIN = "from docklands.fleet.ray_carrier import join, private; print(join('', 1)[0], private(), flush=True); input()"
+
+
+def test_a_run_does_not_join_the_ray_that_another_one_started_for_itself() -> None:
+    """It has room for its owner's workers and ends with them: two runs would each hold what the other waits for."""
+    free = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    said = []
+    with contextlib.ExitStack() as open_:
+        for environment in (os.environ, free):
+            process = subprocess.Popen(
+                [sys.executable, "-c", JOIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            )
+            open_.callback(process.communicate, "\n", timeout=60)
+            assert process.stdout is not None
+            said.append(process.stdout.readline().split())
+    assert said[0] == ["started", "True"]
+    assert said[1] in (["started", "True"], ["joined", "False"])  # joined: one that other tests keep for all
 
 
 def test_a_ray_that_does_not_start_leaves_nothing_and_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

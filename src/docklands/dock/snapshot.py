@@ -69,7 +69,7 @@ def check_shape(flow: Flow, options: DockOptions, state: dict[str, Any]) -> None
         if mine.get(name) != value:
             raise CheckpointError(
                 f"dock snapshot was made with another {name}: {difference(value, mine.get(name))}",
-                "resume with the algorithm and group size that the run was started with",
+                "resume with the algorithm, group size and dock.max_staleness that the run was started with",
             )
 
 

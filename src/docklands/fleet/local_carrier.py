@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Any
 
 from docklands.fleet.host import Host, Message, Seat, Setup, end_soon
@@ -35,8 +36,8 @@ class LocalLine:
 
     address = "127.0.0.1"
 
-    def __init__(self, process: Any, pipe: Connection) -> None:
-        self.process, self.pipe = process, pipe
+    def __init__(self, process: Any, pipe: Connection, at_exit: Finalize) -> None:
+        self.process, self.pipe, self._at_exit = process, pipe, at_exit
         self.pid: int = process.pid
         self._sending = threading.Lock()
 
@@ -74,6 +75,7 @@ class LocalLine:
         self.process.join(LEAVE_S)
         self.process.kill()
         self.process.join(KILL_S)
+        self._at_exit.cancel()
 
 
 class LocalCarrier:
@@ -96,9 +98,10 @@ class LocalCarrier:
                 process = context.Process(
                     target=serve, args=(theirs, setup, rank), daemon=True, name=f"worker-{setup.first + rank}"
                 )
+                at_exit = Finalize(None, _end, (process,), exitpriority=10)
                 process.start()
                 theirs.close()
-                lines.append(LocalLine(process, ours))
+                lines.append(LocalLine(process, ours, at_exit))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return lines
@@ -113,6 +116,14 @@ class LocalCarrier:
 
     def close(self) -> None:
         """Nothing was taken but the processes."""
+
+
+def _end(process: Any) -> None:
+    """At the driver's exit, of a process that a second Ctrl-C has kept from being closed: it does not hear the SIGTERM
+    that multiprocessing would send it, and would be waited for without end.
+    """
+    if process.pid is not None:
+        process.kill()
 
 
 # --- in the processes -----------------------------------------------------------------------------------------------

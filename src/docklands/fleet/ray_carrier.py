@@ -40,7 +40,8 @@ RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
 """What Ray calls the devices of a kind."""
 STOP_S, KNOCK_S, LOOK_S = 10.0, 10.0, 1.0
 """Seconds that an actor gets to go, and a Ray to be heard of; and between two looks whether a start is given up."""
-
+PRIVATE = "docklands:private"
+"""A resource of a Ray that a run has started for itself."""
 
 Place = tuple[str, str, int, float]
 """Of an actor: id of its node, the node's address, process id, when the process began (seconds since 1970)."""
@@ -261,9 +262,11 @@ class RayCarrier:
         return SESSION.submit(self._seat, setup, seated)
 
     def _within(self, done: Callable[[float], bool], deadline_s: float) -> bool:
-        """Whether that, which waits for a moment, is so within the deadline. WorkerLost when the start is given up."""
+        """Whether that, which asks Ray and waits for a moment, is so within the deadline. WorkerLost when the start is
+        given up, or Ray is gone.
+        """
         end = time.monotonic() + deadline_s
-        while not done(LOOK_S):
+        while not found(done):
             if self._given_up.is_set():
                 raise WorkerLost(ENDED)
             if time.monotonic() > end:
@@ -312,6 +315,23 @@ class RayCarrier:
         SESSION.leave(self)
 
 
+def found(done: Callable[[float], bool]) -> bool:
+    """What Ray says within a moment. WorkerLost when it cannot."""
+    try:
+        return done(LOOK_S)
+    except Exception as error:  # Ray has no kind of its own for a group that went with its cluster
+        said = " ".join(str(error).split())
+        raise WorkerLost(f"Ray was lost while workers started: {said}", "has its cluster ended?") from None
+
+
+def private() -> bool:
+    """Whether this Ray is another run's own, which has as much room as that needs and ends with it, or is ending."""
+    try:
+        return PRIVATE in ray.cluster_resources()
+    except Exception:  # Ray has no kind of its own for a cluster that goes
+        return True
+
+
 def kinds(have: Mapping[str, float]) -> list[str]:
     """Resources that a worker could take one of."""
     return sorted(name for name in have if ":" not in name and "memory" not in name) or ["none"]
@@ -345,9 +365,11 @@ def join(address: str, workers: int) -> tuple[str, list[str]]:
             if wanted:
                 raise nobody(wanted, error) from None
         else:
-            return "joined", []
+            if wanted or not private():
+                return "joined", []
+            ray.shutdown()
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default runs workers at the lowest priority
-    options |= {"num_cpus": max(os.cpu_count() or 1, workers), "include_dashboard": False}
+    options |= {"num_cpus": max(os.cpu_count() or 1, workers), "include_dashboard": False, "resources": {PRIVATE: 1}}
     try:
         made: Any = ray.init(address="local", **options)  # its stubs say less than there is
     except Exception as error:  # Ray has no kind of its own for this: a busy machine, a full disk

@@ -169,12 +169,18 @@ class Replicas:
         self._holders, self._draining = 0, False
         self._moved = asyncio.Event()
         first = [self.add() for _ in range(number)]
+        pool = ThreadPoolExecutor(number)
+        starts = [pool.submit(replica.begin, *specs) for replica in first]
         try:
-            with ThreadPoolExecutor(number) as pool:
-                list(pool.map(lambda replica: replica.begin(*specs), first))
+            for start in starts:
+                start.result()
         except BaseException:
+            for replica in first:  # before anything waits: a second Ctrl-C may end the waiting
+                replica.workers.give_up()
             self.close()
             raise
+        finally:
+            pool.shutdown(wait=False)
 
     @property
     def spec(self) -> GenerationSpec:

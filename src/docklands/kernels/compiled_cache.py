@@ -23,7 +23,7 @@ from docklands.kernels.compiled_processor import matrix_registers
 
 @cache
 def folder() -> str:
-    """Where compiled code is kept: below NUMBA_CACHE_DIR, or the user's cache; "": where numba finds a place."""
+    """Where compiled code is kept: below NUMBA_CACHE_DIR, or the user's cache; "": nowhere."""
     digest = hashlib.sha256(b"matrix registers" if matrix_registers() else b"")
     for path in sorted(Path(__file__).parent.glob("compiled_*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -41,8 +41,8 @@ def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     if function is None:
         return lambda made: njit(made, **options)
     settings: Any = config
-    before, settings.CACHE_DIR = settings.CACHE_DIR, folder() or settings.CACHE_DIR
+    before, settings.CACHE_DIR = settings.CACHE_DIR, folder()
     try:
-        return numba.njit(**options)(function)
+        return numba.njit(**{**options, "cache": bool(folder()) and options.get("cache", False)})(function)
     finally:
         settings.CACHE_DIR = before

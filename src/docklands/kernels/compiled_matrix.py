@@ -173,8 +173,8 @@ def multiply(x_GQ: Any, weight: Any, out_RO: Any, first: Any, last: Any) -> None
 
 @njit(cache=True, nogil=True)
 def _strips(x_GQ: Any, weight: Any, out_RO: Any, columns: Any, scratch: Any) -> None:
-    """See `multiply`; columns = (first, last, how many in a register). Scratch comes from the caller, which holds it: of
-    an array of its own, a function lets go after the last use of its name, whatever still knows its address.
+    """See `multiply`; columns = (first, last, how many in a register). Scratch comes from the caller, which holds it: a
+    function lets go of an array of its own after the last use of its name, whatever still knows its address.
     """
     first, last, tall = columns
     sums, flat = scratch

@@ -1,4 +1,4 @@
-"""What the processor offers to compiled code. Imports llvmlite: used by other compiled_*.py files only."""
+"""What the processor offers to compiled code. Imports numba: used by other compiled_*.py files only."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import sys
 from functools import cache
 
 import llvmlite.binding as llvm
+from numba.core import config
 
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
 
 
 def has(feature: str) -> bool:
-    """Whether LLVM finds it here, under its own name."""
-    return bool(llvm.get_host_cpu_features().get(feature))
+    """Whether LLVM finds it here, under its own name, and numba compiles for this processor and no other."""
+    other = config.CPU_NAME or config.CPU_FEATURES  # type: ignore[attr-defined]
+    return not other and bool(llvm.get_host_cpu_features().get(feature))
 
 
 @cache

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from docklands.parallel.mesh import Group
 
+NAME = "docklands"
 LINE = 64
 """Every tensor starts at a multiple of these bytes."""
 
@@ -32,6 +33,8 @@ class CommonMemory:
         """The next free part. Every rank must ask for the same, in the same order."""
         at, count = self._at, math.prod(shape)
         self._at = at + room(count * dtype.itemsize)
+        if not count:
+            return torch.empty(tuple(shape), dtype=dtype)
         return torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=at).view(*shape)
 
     def meet(self) -> None:
@@ -66,7 +69,7 @@ def common_memory(group: Group, nbytes: int) -> CommonMemory | None:
 def _made(size: int, token: bytes) -> tuple[int, mmap.mmap] | None:
     """A new file in memory that begins with the token, and its bytes; None where there is no such thing."""
     try:
-        file = os.memfd_create("docklands", os.MFD_CLOEXEC)
+        file = os.memfd_create(NAME, os.MFD_CLOEXEC)
     except (AttributeError, OSError):  # not Linux, or forbidden
         return None
     try:
@@ -82,7 +85,9 @@ def _made(size: int, token: bytes) -> tuple[int, mmap.mmap] | None:
 def _opened(path: str, size: int, token: bytes) -> mmap.mmap | None:
     """Another process's file, if it is the one that holds the token."""
     with contextlib.suppress(OSError, ValueError):
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if not os.readlink(path).startswith(f"/memfd:{NAME}"):  # of a process that has the same number: anything at all
+            return None
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
         try:
             if os.fstat(file).st_size == size:
                 mapped = mmap.mmap(file, size)
