@@ -64,12 +64,8 @@ class ShardedOptimizer(Optimizer):
 
     def _replicas(self) -> list[tuple[Group | None, list[str]]]:
         """Which ranks hold the same of a parameter and have seen other tokens, and the parameters."""
-        experts = {name for name in self.trained if self.model.slots[name].is_expert}
-        rest = [name for name in self.trained if name not in experts]
-        return [
-            (self.mesh.expert_replicate, [name for name in self.trained if name in experts]),
-            (self.mesh.replicate, rest),
-        ]
+        slots, groups = self.model.slots, ((self.mesh.expert_replicate, True), (self.mesh.replicate, False))
+        return [(group, [name for name in self.trained if slots[name].is_expert is experts]) for group, experts in groups]
 
     def share(self, name: str) -> slice:
         state = self._common.get(name)
