@@ -43,6 +43,7 @@ def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     settings: Any = config
     before, settings.CACHE_DIR = settings.CACHE_DIR, folder()
     try:
-        return numba.njit(**{**options, "cache": bool(folder()) and options.get("cache", False)})(function)
+        options["cache"] = bool(folder()) and options.get("cache", False)
+        return numba.njit(**options)(function)
     finally:
         settings.CACHE_DIR = before

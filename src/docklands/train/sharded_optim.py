@@ -64,8 +64,9 @@ class ShardedOptimizer(Optimizer):
 
     def _replicas(self) -> list[tuple[Group | None, list[str]]]:
         """Which ranks hold the same of a parameter and have seen other tokens, and the parameters."""
-        slots, groups = self.model.slots, ((self.mesh.expert_replicate, True), (self.mesh.replicate, False))
-        return [(group, [name for name in self.trained if slots[name].is_expert is experts]) for group, experts in groups]
+        groups = (self.mesh.expert_replicate, True), (self.mesh.replicate, False)
+        expert = {name: self.model.slots[name].is_expert for name in self.trained}
+        return [(group, [name for name in self.trained if expert[name] is kind]) for group, kind in groups]
 
     def share(self, name: str) -> slice:
         state = self._common.get(name)
