@@ -209,6 +209,29 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
         assert process.returncode == 130 and err == b"interrupted\n"
 
 
+def test_ctrl_c_after_what_it_said_changes_nothing_more(tmp_path: Path) -> None:
+    """A process that is about to exit with 130 does not die of another one."""
+    code = (
+        "import os, signal, sys\n"
+        "from docklands.cli import main\n"
+        "main.run = lambda _: 130\n"
+        "sys.exit = lambda code: (os.kill(os.getpid(), signal.SIGINT), os._exit(code))\n"
+        "main.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=180, check=False)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
+@pytest.mark.parametrize("given", [None, "7"])
+def test_prepared_products_are_bounded_unless_the_user_says_so(given: str | None) -> None:
+    names = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    env |= dict.fromkeys(names, given) if given else {}
+    code = f"import docklands.cli.main, os; print(*(os.environ[name] for name in {names}))"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=180)
+    assert done.stdout.split() == [given or "256"] * 2
+
+
 def wait_until_opened(pipe: Path) -> int:
     """Opens the writing end, which works as soon as the process opened the reading end."""
     deadline = time.monotonic() + 180

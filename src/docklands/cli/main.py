@@ -6,6 +6,7 @@ Nothing heavy is imported here; each command imports what it needs when it runs.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -62,7 +63,10 @@ def root(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and exit: 0 done, 2 the user's mistake, 3 the run failed, 4 a worker lost, 130 interrupted."""
-    sys.exit(run(arguments))
+    code = run(arguments)
+    if code == INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # said; another Ctrl-C would end this process by the signal
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
