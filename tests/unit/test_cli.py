@@ -209,14 +209,12 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
         assert process.returncode == 130 and err == b"interrupted\n"
 
 
-@pytest.mark.parametrize("ends", ["return 130", "raise KeyboardInterrupt"])
-def test_ctrl_c_after_what_it_said_changes_nothing_more(ends: str) -> None:
-    """A process that is about to exit with 130, or says why, does not die of another one."""
+def test_ctrl_c_after_what_it_said_changes_nothing_more(tmp_path: Path) -> None:
+    """A process that is about to exit with 130 does not die of another one."""
     code = (
         "import os, signal, sys\n"
         "from docklands.cli import main\n"
-        f"def run(_): {ends}\n"
-        "main.run = run\n"
+        "main.run = lambda _: 130\n"
         "sys.exit = lambda code: (os.kill(os.getpid(), signal.SIGINT), os._exit(code))\n"
         "main.main()\n"
     )

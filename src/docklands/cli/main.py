@@ -63,10 +63,7 @@ def root(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and exit: 0 done, 2 the user's mistake, 3 the run failed, 4 a worker lost, 130 interrupted."""
-    try:
-        code = run(arguments)
-    except KeyboardInterrupt:  # another one, while the first is reported
-        code = INTERRUPTED
+    code = run(arguments)
     if code == INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # said; another Ctrl-C would end this process by the signal
     sys.exit(code)

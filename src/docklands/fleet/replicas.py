@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,7 +177,6 @@ class Replicas:
         except BaseException:
             for replica in first:  # before anything waits: a second Ctrl-C may end the waiting
                 replica.workers.give_up()
-            wait(starts)  # they take part in Ray until then
             self.close()
             raise
         finally:
